@@ -34,7 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"{job.name} ({job.kind}, at most {job.limit_s} s): {job.asks}")
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(RED))  # what runs is killed on the way out
-    machine = Machine.current()
+    try:
+        machine = Machine.current()
+    except RuntimeError as error:
+        sys.exit(str(error))
     place = Place(given.device, REHEARSED_RANKS if given.device == "cpu" else machine.gpus)
     report = Report(given.out, machine, place, jobs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,6 +11,11 @@ from extras.gpu_check.machine import Machine
 
 RIGHT, BETWEEN, TIMES = "right or wrong", "between GPUs", "times"
 REHEARSED_RANKS = 2
+
+BESIDE, BATCH, TESTS = (f"extras.gpu_check.{name}" for name in ("beside_torch", "batch", "tests"))
+LLAMA, DOCTOR = "benchmarks.llama_step", "fsdp2"
+TINY = "--shape tiny --batch 1 --seq 32 --steps 2 --impl torch,fsdp2"
+"""The Llama step in a rehearsal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,288 +44,267 @@ class Job:
         kind: Of `RIGHT` several run beside each other on one GPU; each other has the machine to itself.
         environment: Set beside what is inherited.
         under: What the command is run by, if by anything.
-        says: Whether it says what it found; else its exit status is all.
-        torch: The oldest release that it is about.
         own_gib: Of a GPU's memory, that it needs on each.
         shared_gib: ... that all GPUs share.
-        on_cpu: Further arguments in a rehearsal.
-        not_on_cpu: Why there is none.
-        needs_tests: Whether it uses the harness of the tests, and hence pytest.
+        not_on_cpu: Why it has no rehearsal.
     """
 
     name: str
     asks: str
     means: str
-    command: tuple[str, ...]
+    command: str
     limit_s: int
     kind: str = RIGHT
     environment: Mapping[str, str] = field(default_factory=dict)
-    under: tuple[str, ...] = ()
-    says: bool = True
-    torch: tuple[int, int] = (2, 11)
+    under: str = ""
     own_gib: float = 0.0
     shared_gib: float = 0.0
-    on_cpu: tuple[str, ...] = ()
     not_on_cpu: str = ""
-    needs_tests: bool = True
+
+    @property
+    def words(self) -> list[str]:
+        """Of the command."""
+        return shlex.split(self.command)
+
+    @property
+    def module(self) -> str:
+        """That is run."""
+        return self.words[0]
+
+    @property
+    def says(self) -> bool:
+        """Whether it says what it found; else its exit status is all."""
+        return self.module != DOCTOR
 
     def cannot_run(self, place: Place, machine: Machine) -> str | None:
         """Why not; None if it can."""
-        if self.needs_tests and "pytest" not in machine.programs:
-            return "needs pytest, which this Python has not"
-        if machine.torch_release < self.torch:
-            return f"is about torch {'.'.join(map(str, self.torch))} and later; here is {machine.torch}"
+        if self.module not in (LLAMA, DOCTOR) and "pytest" not in machine.programs:
+            return "needs pytest, for the harness of the tests, and this Python has none"
         if place.is_rehearsal:
             return self.not_on_cpu or None
         if not machine.gpus:
             return "needs a GPU; there is none"
         if self.kind == BETWEEN and machine.gpus < 2:
             return f"needs 2 GPUs; there {machine.gpus_text}"
-        if missing := [name for name in self.under[:1] if name not in machine.programs]:
+        if missing := [name for name in self.under.split()[:1] if name not in machine.programs]:
             return f"needs {missing[0]}, which is not there"
-        if machine.is_exclusive and self.command[1:2] == ("gloo",):
+        if machine.is_exclusive and f"{BESIDE} gloo" in self.command:
             return "needs several processes on one GPU, which is set to take one"
-        needed = self.own_gib + self.shared_gib / (place.gpus if self.kind == BETWEEN else 1)
+        needed = self.own_gib + self.shared_gib / place.gpus
         if needed > machine.gpu_gib:
             return f"needs {needed:.0f} GiB on each GPU, which has {machine.gpu_gib:.0f}"
         return None
 
     def arguments(self, place: Place) -> list[str]:
         """The whole command."""
-        found = [*self.under, sys.executable, "-m", *(each.format(gpus=place.gpus) for each in self.command)]
-        if self.says:
-            found += ["--device", place.device]
-        return [*found, *(self.on_cpu if place.is_rehearsal else ())]
+        found = [*self.under.split(), sys.executable, "-m", *(word.format(gpus=place.gpus) for word in self.words)]
+        found += ["--device", place.device] if self.says else []
+        return found + (TINY.split() if self.module == LLAMA and place.is_rehearsal else [])
 
 
-def _beside_torch(name: str, asks: str, *command: str, limit_s: int, kind: str = RIGHT, not_on_cpu: str = "") -> Job:
-    means = "Wrong numbers, or a missing wait. The case that is named shows it again: compare `core/reduce.py`."
-    module = "extras.gpu_check.beside_torch"
-    return Job(name, asks, means, (module, *command), limit_s, kind=kind, not_on_cpu=not_on_cpu)
-
-
-def _batch(name: str, asks: str, means: str, *command: str, limit_s: int, kind: str = RIGHT, **more: str) -> Job:
-    module = "extras.gpu_check.batch"
-    return Job(name, asks, means, (module, *(command or (name,))), limit_s, kind=kind, environment=more)
-
-
-def _tests(name: str, asks: str, means: str, *command: str, limit_s: int) -> Job:
-    return Job(name, asks, means, ("extras.gpu_check.tests", *command), limit_s)
-
-
-def _llama(
-    name: str,
-    asks: str,
-    command: str,
-    *,
-    limit_s: int,
-    own_gib: float = 0.0,
-    shared_gib: float = 0.0,
-    kind: str = TIMES,
-    environment: Mapping[str, str] | None = None,
-    not_on_cpu: str = "",
-) -> Job:
-    tiny = ("--shape", "tiny", "--batch", "1", "--seq", "32", "--steps", "2", "--impl", "torch,fsdp2")
-    return Job(
-        name,
-        asks,
-        "Slower, or more memory, than torch's takes, by more than torch's second process. Take a trace: `--trace`.",
-        ("benchmarks.llama_step", *command.split()),
-        limit_s,
-        kind=kind,
-        environment=environment or {},
-        own_gib=own_gib,
-        shared_gib=shared_gib,
-        on_cpu=tiny,
-        not_on_cpu=not_on_cpu,
-        needs_tests=False,
-    )
-
-
-CUDA, COMPILE = "tests/gpu/test_cuda.py", "tests/gpu/test_compile_cuda.py"
-COMPILES = "kernels of the CPU take minutes to compile, and are tests' (`tests/multi_rank`, `benchmarks.compile`)"
-AS_GLOO = "gloo-2 is the same there"
+WRONG = "Wrong numbers, or a missing wait. The case that is named shows it again: compare `core/reduce.py`."
+SLOWER = "Slower, or more memory, than torch's takes, by more than torch's second process does. Take a `--trace`."
+COMPILED = "alone and (transformer or blocks or optimizer)"
+GPU_TESTS = "tests/gpu/test_cuda.py tests/gpu/test_timeline_cuda.py"
 ALL = "unsharded,torch,fsdp2,fsdp2-native,torch-again"
-OF_8B = "--shape 8B --seq 8192 --ac --steps 4"
-EXPANDABLE = "expandable_segments:True"
+OF_8B = f"{LLAMA} --shape 8B --seq 8192 --ac --steps 4"
+OF_1B = f"{LLAMA} --shape 1B --world 1 --batch 4"
 
 JOBS = (
-    _beside_torch(
+    Job(
         "copies",
         "Does rank 0 of 8, with copies in the place of NCCL, train as torch's, delayed too; do missing waits show?",
-        "copies",
-        limit_s=150,
+        WRONG,
+        f"{BESIDE} copies",
+        150,
     ),
-    _tests(
+    Job(
         "tests",
         "Do the models of the tests train on a GPU as without sharding: offloaded, clipped, captured, jittered?",
         "Of many tests: the engine on CUDA is wrong. Of a few, by 1e-5: another algorithm of cuBLAS.",
-        *(CUDA, "tests/gpu/test_timeline_cuda.py", "-k", "not (alone and depends)"),
-        limit_s=200,
+        f"{TESTS} {GPU_TESTS} -k 'not (alone and depends)'",
+        200,
     ),
-    _tests(
+    Job(
         "compiled",
         "Do compiled models train as the reference?",
-        "A name in the test says whether communication was in the graphs: `fsdp2/compiled/`.",
-        *(COMPILE, "-k", "alone and (transformer or blocks or optimizer)"),
-        limit_s=150,
+        "The test's name says whether communication was in the graphs: `fsdp2/compiled/`.",
+        f"{TESTS} tests/gpu/test_compile_cuda.py -k '{COMPILED}'",
+        150,
     ),
-    _beside_torch("gloo-2", "Do 2 ranks on one GPU train as torch's?", "gloo", "--ranks", "2", limit_s=120),
-    _beside_torch(
+    Job("gloo-2", "Do 2 ranks on one GPU train as torch's?", WRONG, f"{BESIDE} gloo --ranks 2", 120),
+    Job(
         "nccl-1",
         "Does a rank that has NCCL's collectives with itself?",
-        "nccl",
-        "--ranks",
-        "1",
-        limit_s=120,
-        not_on_cpu=AS_GLOO,
+        WRONG,
+        f"{BESIDE} nccl --ranks 1",
+        120,
+        not_on_cpu="on the CPU gloo-2 is the same",
     ),
-    _batch(
+    Job(
         "training",
         "Mixed dtypes, kinds of groups, checkpoints; does the host wait for the device in a step?",
         "The program that is named has under 100 lines. A wait: nothing overlaps; the traceback shows where.",
-        limit_s=120,
+        f"{BATCH} training",
+        120,
     ),
-    _batch(
+    Job(
         "races",
         "Does torch's detector of races between kernels find one? Does it where a wait is left out?",
         "A race: the report names both kernels, and `fsdp2/core/streams.py` the wait that should be there.",
-        limit_s=90,
+        f"{BATCH} races",
+        90,
     ),
-    _batch(
+    Job(
         "graphs",
         "Is a captured step right when it is replayed, also after an eager step of another shape?",
         "Memory of the graph was given to others: `hold` in `features/memory_pool.py`; or `features/graphed_step/`.",
-        limit_s=60,
+        f"{BATCH} graphs",
+        60,
     ),
-    _batch(
+    Job(
         "failures",
         "Does training go on after a batch that ran out of memory, raised, or was interrupted?",
         "Something of the batch was kept: `recover_if_failed` in `core/root.py`.",
-        limit_s=60,
+        f"{BATCH} failures",
+        60,
     ),
-    _beside_torch("gloo-4", "Do 4 ranks on one GPU train as torch's?", "gloo", "--ranks", "4", limit_s=90),
+    Job("gloo-4", "Do 4 ranks on one GPU train as torch's?", WRONG, f"{BESIDE} gloo --ranks 4", 90),
     Job(
         "doctor",
         "Does `fsdp2 doctor --gpu`, the part of this in the wheel, find a problem?",
         "It says itself what is wrong.",
-        ("fsdp2", "doctor", "--gpu"),
+        f"{DOCTOR} doctor --gpu",
         60,
-        says=False,
-        needs_tests=False,
         not_on_cpu="it looks for a GPU; `tests/unit/test_doctor.py` rehearses it",
     ),
-    _beside_torch(
+    Job(
         "nccl",
         "Do all GPUs train as torch's?",
-        "nccl",
-        "--ranks",
-        "{gpus}",
-        limit_s=120,
+        WRONG,
+        f"{BESIDE} nccl --ranks {{gpus}}",
+        120,
         kind=BETWEEN,
-        not_on_cpu=AS_GLOO,
+        not_on_cpu="on the CPU gloo-2 is the same",
     ),
-    _batch(
+    Job(
         "between",
         "Kinds of groups, failed batches, checkpoints, other memory and a graph, with real collectives between GPUs?",
         "A hang: which collectives a group takes, `transport_of` in `core/transport.py`. Else as training, failures.",
-        *("between", "--ranks", "{gpus}"),
-        limit_s=150,
+        f"{BATCH} between --ranks {{gpus}}",
+        150,
         kind=BETWEEN,
     ),
-    _batch(
+    Job(
         "links",
         "How many kernels of NCCL does a gather take? How fast is a reduce-scatter by the alignment of its rows?",
         "Collectives do not fuse: `fuses` in `fsdp2/_torch.py`. Padding is not worth it: `core/layout.py`.",
-        *("links", "--ranks", "{gpus}"),
-        limit_s=60,
+        f"{BATCH} links --ranks {{gpus}}",
+        60,
         kind=BETWEEN,
     ),
-    _llama(
+    Job(
         "8B-between",
         "A step of 8B parameters, shared by all GPUs, beside torch's?",
-        f"{OF_8B} --gpus {{gpus}} --impl torch,fsdp2,torch-again",
-        limit_s=150,
+        SLOWER,
+        f"{OF_8B} --gpus {{gpus}}",
+        150,
+        kind=BETWEEN,
         own_gib=22,
         shared_gib=128,
-        kind=BETWEEN,
     ),
-    _llama(
+    Job(
         "3B-between",
         "A step of 3B parameters, shared by all GPUs?",
-        "--shape 3B --seq 8192 --ac --gpus {gpus}",
-        limit_s=120,
+        SLOWER,
+        f"{LLAMA} --shape 3B --seq 8192 --ac --gpus {{gpus}}",
+        120,
+        kind=BETWEEN,
         own_gib=16,
         shared_gib=52,
-        kind=BETWEEN,
     ),
-    _batch(
+    Job(
         "measured",
         "How many kernels, on which streams; does memory grow on a full device; what does the host take?",
         "Communication on the stream of compute overlaps with nothing; launches take 5 us each; a leak or fragments.",
-        "alone",
-        limit_s=90,
+        f"{BATCH} alone",
+        90,
         kind=TIMES,
     ),
-    _llama("8B", "A step of rank 0 of 8, without the wire, of 8B?", f"{OF_8B} --world 8", limit_s=130, own_gib=38),
-    _llama(
-        "1B",
-        "What does sharding cost on one GPU?",
-        f"--shape 1B --world 1 --batch 4 --impl {ALL}",
-        limit_s=100,
-        own_gib=56,
-    ),
-    _llama(
+    Job("8B", "A step of rank 0 of 8, without the wire?", SLOWER, f"{OF_8B} --world 8", 130, kind=TIMES, own_gib=38),
+    Job("1B", "What does sharding cost on one GPU?", SLOWER, f"{OF_1B} --impl {ALL}", 100, kind=TIMES, own_gib=56),
+    Job(
         "8B-wire",
         "... over a wire of 150 GB/s: what of it is exposed?",
+        SLOWER,
         f"{OF_8B} --world 8 --gbps 150",
-        limit_s=130,
+        130,
+        kind=TIMES,
         own_gib=38,
     ),
-    _llama(
-        "1B-host", "A step that waits for the host?", "--shape 1B --world 8 --seq 64 --steps 20", limit_s=60, own_gib=12
+    Job(
+        "1B-host",
+        "A step that waits for the host?",
+        SLOWER,
+        f"{LLAMA} --shape 1B --world 8 --seq 64 --steps 20",
+        60,
+        kind=TIMES,
+        own_gib=12,
     ),
-    _llama(
+    Job(
         "1B-offloaded",
         "... with all on the host?",
-        "--shape 1B --world 1 --batch 4 --offload --impl torch,fsdp2 --steps 4",
-        limit_s=120,
-        own_gib=40,
+        SLOWER,
+        f"{OF_1B} --offload --impl torch,fsdp2 --steps 4",
+        120,
+        kind=TIMES,
         environment={"OMP_NUM_THREADS": "16"},
+        own_gib=40,
     ),
-    _llama("3B", "A step of rank 0 of 8 of 3B?", "--shape 3B --world 8 --seq 8192 --ac", limit_s=100, own_gib=20),
-    _llama(
+    Job(
+        "3B",
+        "A step of rank 0 of 8?",
+        SLOWER,
+        f"{LLAMA} --shape 3B --world 8 --seq 8192 --ac",
+        100,
+        kind=TIMES,
+        own_gib=20,
+    ),
+    Job(
         "1B-compiled",
         "... compiled block by block?",
-        "--shape 1B --world 1 --batch 4 --compile --impl torch,fsdp2,fsdp2-hooks --limit 60",
-        limit_s=150,
+        SLOWER,
+        f"{OF_1B} --compile --impl torch,fsdp2,fsdp2-hooks --limit 60",
+        150,
+        kind=TIMES,
         own_gib=56,
-        not_on_cpu=COMPILES,
+        not_on_cpu="kernels of the CPU take minutes to compile: `benchmarks.compile`",
     ),
-    _batch(
+    Job(
         "expandable",
         "Does memory grow on a full device with expandable segments?",
         "As measured; an illegal access is memory unmapped under its reader: `core/streams.py`.",
-        "memory",
-        limit_s=60,
+        f"{BATCH} memory",
+        60,
         kind=TIMES,
-        PYTORCH_CUDA_ALLOC_CONF=EXPANDABLE,
+        environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
     ),
-    _batch(
+    Job(
         "shards",
         "Do CUDA graphs of compiled models read the shards where they lie?",
         "More memory: the shards are no static addresses, `mark_static_address` in `fsdp2/compiled/`.",
-        limit_s=90,
+        f"{BATCH} shards",
+        90,
     ),
     Job(
         "memcheck",
         "Does a kernel read what is not its own, without an allocator that hides it?",
         "The report names the kernel: an address past its end, or memory that was freed.",
-        ("extras.gpu_check.tests", CUDA, "-k", "native-transformer and reference"),
+        f"{TESTS} tests/gpu/test_cuda.py -k 'native-transformer and reference'",
         100,
         kind=TIMES,
         environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-        under=("compute-sanitizer", "--tool", "memcheck", "--target-processes", "all", "--error-exitcode", "9"),
+        under="compute-sanitizer --tool memcheck --target-processes all --error-exitcode 9",
         not_on_cpu="compute-sanitizer looks at CUDA only",
     ),
 )

@@ -65,12 +65,6 @@ class Machine:
         return cls(**{**found, "gpu_names": tuple(found["gpu_names"]), "programs": tuple(found["programs"])})
 
     @property
-    def torch_release(self) -> tuple[int, int]:
-        """Major and minor."""
-        major, minor, *_ = self.torch.split(".")
-        return int(major), int(minor)
-
-    @property
     def gpus_text(self) -> str:
         """ "is 1", "are 8"."""
         return f"{'is' if self.gpus == 1 else 'are'} {self.gpus or 'none'}"
