@@ -23,7 +23,7 @@ from pathlib import Path
 from extras.gpu_check import ranks as processes
 from extras.gpu_check.says import COMPLAINTS, Found, say
 
-LONGEST_S = 80.0
+LONGEST_S = 50.0
 """Of one program."""
 
 RAISED = "raised"

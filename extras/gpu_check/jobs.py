@@ -88,7 +88,7 @@ class Job:
             return f"needs 2 GPUs; there {machine.gpus_text}"
         if missing := [name for name in self.under.split()[:1] if name not in machine.programs]:
             return f"needs {missing[0]}, which is not there"
-        if machine.is_exclusive and f"{BESIDE} gloo" in self.command:
+        if machine.is_exclusive and (f"{BESIDE} gloo" in self.command or "FSDP2_TEST_DEVICE" in self.environment):
             return "needs several processes on one GPU, which is set to take one"
         needed = self.own_gib + self.shared_gib / place.gpus
         if needed > machine.gpu_gib:
@@ -135,7 +135,7 @@ JOBS = (
     Job("gloo-2", "Do 2 ranks on one GPU train as torch's?", WRONG, f"{BESIDE} gloo --ranks 2", 120),
     Job(
         "nccl-1",
-        "Does a rank that has NCCL's collectives with itself?",
+        "Does a rank that has NCCL's collectives with itself train as torch's?",
         WRONG,
         f"{BESIDE} nccl --ranks 1",
         120,
@@ -205,7 +205,7 @@ JOBS = (
     ),
     Job(
         "8B-between",
-        "A step of 8B parameters, shared by all GPUs, beside torch's?",
+        "A step of 8B parameters that all GPUs share, beside torch's?",
         SLOWER,
         f"{OF_8B} --gpus {{gpus}}",
         150,
@@ -215,7 +215,7 @@ JOBS = (
     ),
     Job(
         "3B-between",
-        "A step of 3B parameters, shared by all GPUs?",
+        "A step of 3B parameters that all GPUs share, beside torch's?",
         SLOWER,
         f"{LLAMA} --shape 3B --seq 8192 --ac --gpus {{gpus}}",
         120,
@@ -231,11 +231,27 @@ JOBS = (
         90,
         kind=TIMES,
     ),
-    Job("8B", "A step of rank 0 of 8, without the wire?", SLOWER, f"{OF_8B} --world 8", 130, kind=TIMES, own_gib=38),
-    Job("1B", "What does sharding cost on one GPU?", SLOWER, f"{OF_1B} --impl {ALL}", 100, kind=TIMES, own_gib=56),
+    Job(
+        "8B",
+        "A step of 8B, as rank 0 of 8 without the wire, beside torch's?",
+        SLOWER,
+        f"{OF_8B} --world 8",
+        130,
+        kind=TIMES,
+        own_gib=38,
+    ),
+    Job(
+        "1B",
+        "A step of 1B on one GPU: what does sharding cost there?",
+        SLOWER,
+        f"{OF_1B} --impl {ALL}",
+        100,
+        kind=TIMES,
+        own_gib=56,
+    ),
     Job(
         "8B-wire",
-        "... over a wire of 150 GB/s: what of it is exposed?",
+        "A step of 8B, as rank 0 of 8, over a wire of 150 GB/s: what of it is exposed?",
         SLOWER,
         f"{OF_8B} --world 8 --gbps 150",
         130,
@@ -244,7 +260,7 @@ JOBS = (
     ),
     Job(
         "1B-host",
-        "A step that waits for the host?",
+        "A step of 1B with 64 tokens: all of it is the host's?",
         SLOWER,
         f"{LLAMA} --shape 1B --world 8 --seq 64 --steps 20",
         60,
@@ -253,7 +269,7 @@ JOBS = (
     ),
     Job(
         "1B-offloaded",
-        "... with all on the host?",
+        "A step of 1B with all on the host, beside torch's?",
         SLOWER,
         f"{OF_1B} --offload --impl torch,fsdp2 --steps 4",
         120,
@@ -263,7 +279,7 @@ JOBS = (
     ),
     Job(
         "3B",
-        "A step of rank 0 of 8?",
+        "A step of 3B, as rank 0 of 8 without the wire, beside torch's?",
         SLOWER,
         f"{LLAMA} --shape 3B --world 8 --seq 8192 --ac",
         100,
@@ -272,7 +288,7 @@ JOBS = (
     ),
     Job(
         "1B-compiled",
-        "... compiled block by block?",
+        "A step of 1B, compiled block by block, beside torch's?",
         SLOWER,
         f"{OF_1B} --compile --impl torch,fsdp2,fsdp2-hooks --limit 60",
         150,
@@ -295,6 +311,15 @@ JOBS = (
         "More memory: the shards are no static addresses, `mark_static_address` in `fsdp2/compiled/`.",
         f"{BATCH} shards",
         90,
+    ),
+    Job(
+        "ranks",
+        "Do 2 and 4 ranks on one GPU train as the reference of the tests?",
+        "A test that compares with the CPU: `tests/harness/device.py`. Else as gloo-2, whose cases torch's trains too.",
+        f"{TESTS} tests/multi_rank/training/test_matches_reference.py",
+        120,
+        environment={"FSDP2_TEST_DEVICE": "cuda"},
+        not_on_cpu="`make test` runs them there",
     ),
     Job(
         "memcheck",

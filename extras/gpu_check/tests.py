@@ -56,7 +56,18 @@ def main() -> None:
     parser.add_argument("-k", dest="those", default="", help="as pytest's")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: they skip themselves")
     given = parser.parse_args()
-    arguments = [*given.paths, "-k", given.those, "-p", "no:cacheprovider", "--tb=short", "--maxfail=12", "-vv"]
+    arguments = [
+        *given.paths,
+        "-k",
+        given.those,
+        "-p",
+        "no:cacheprovider",
+        "--tb=short",
+        "--maxfail=12",
+        "-vv",
+        "-m",
+        "not full",
+    ]
     sys.exit(pytest.main(arguments, plugins=[Says()]))
 
 
