@@ -1,7 +1,7 @@
-"""``make gpu-check``: what only GPUs can show, in 21 checks; a report to send.
+"""``python -m extras.gpu_check``: what only GPUs can show, in jobs in the order of their worth; a report to send.
 
-Each check runs commands in processes of their own (`runs`), and judges what they found (`check`). A command is a
-program of `programs/`, or tests. Every check has a rehearsal: the same program on CPU and gloo, as it is and with a
-fault planted (`faults`), or, where a measurement is judged, measurements made up on both sides of the limit. So each
-has been seen to fail. `one_gpu` and `several_gpus` list the checks; `machine` says which can run.
+`jobs` lists them; `clock` runs them until the time is over; `report` judges what they said, and writes it down. A job
+is a command in a process of its own, which says what it found in lines of JSON (`says`): `beside_torch` (the same
+training by torch's `fully_shard`), `batch` (the programs of `programs/`), `tests` (pytest), `benchmarks.llama_step`.
+``--device cpu`` rehearses all of it; tests plant `faults`, and see each job complain.
 """

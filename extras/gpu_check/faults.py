@@ -1,15 +1,13 @@
-"""Faults to plant: each of the kind that a check is there to find. On GPUs too, where a check must find one."""
+"""Faults to plant: each of the kind that a program is there to find. On GPUs too, where a program must find one."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from fsdp2 import _torch
@@ -18,14 +16,11 @@ from fsdp2.core.reduce import GradientReducer
 from fsdp2.core.root import FSDPRoot
 from fsdp2.core.streams import FSDPCommContext, StreamDevice, Wait
 from fsdp2.core.transport import Native
-from fsdp2.features.gloo_p2p import Exchange, PeerToPeer
+from fsdp2.features.gloo_p2p import PeerToPeer
 from fsdp2.features.graphed_step.step import GraphedStep
-from fsdp2.features.memory_pool import MemoryPool
-from tests.harness.jitter import fill_with_garbage
 from tests.harness.recording.recorder import RecordingDevice
 
 Fault = Callable[[], AbstractContextManager[Any]]
-FOREVER_SECONDS = 10_000.0
 
 
 def drops(why: Wait) -> str:
@@ -63,37 +58,6 @@ def fault(plant: Fault) -> Fault:
 def planted(name: str) -> AbstractContextManager[Any]:
     """A context in which the fault ``name`` is there; "" for none."""
     return FAULTS[name]() if name else nullcontext()
-
-
-@fault
-@contextmanager
-def _early_reads() -> Iterator[None]:
-    """what is received is read too early."""
-    wait = Exchange.wait
-
-    def waited(self: Exchange) -> bool:
-        compares = self.label.text.startswith("the comparison")  # of plans: not what is looked for
-        parts = [message.part for message in self.pending() if message.arrives and not compares]
-        done = wait(self)
-        for part in parts:  # as if nothing had arrived; gloo itself must not write later
-            fill_with_garbage(part)
-        return done
-
-    with mock.patch.object(Exchange, "wait", waited):
-        yield
-
-
-@fault
-def _silent_rank() -> AbstractContextManager[Any]:
-    """one rank never sends."""
-    gather = PeerToPeer.all_gather
-
-    def never(self: PeerToPeer, *args: Any, **kwargs: Any) -> None:
-        if dist.get_rank():
-            time.sleep(FOREVER_SECONDS)
-        gather(self, *args, **kwargs)
-
-    return mock.patch.object(PeerToPeer, "all_gather", never)
 
 
 @fault
@@ -139,12 +103,6 @@ def _asked_number() -> AbstractContextManager[Any]:
         torch.ones((), device=self._mesh.device).item()
 
     return mock.patch.object(GradientReducer, "reduce", asks)
-
-
-@fault
-def _given_back_memory() -> AbstractContextManager[Any]:
-    """memory of graphs is given back."""
-    return mock.patch.object(MemoryPool, "hold", lambda pool: None)
 
 
 @fault

@@ -23,7 +23,7 @@ class Setting:
     Attributes:
         device_type: "cuda", or "cpu" in a rehearsal.
         store: A file that ranks meet at.
-        options: What the run of the check says.
+        options: What the batch says.
     """
 
     device_type: str
@@ -40,7 +40,7 @@ class Setting:
     @property
     def device(self) -> torch.device:
         """Of this rank."""
-        return torch.device(self.device_type, self.rank) if self.device_type == "cuda" else torch.device("cpu")
+        return torch.device("cuda", self.rank) if self.device_type == "cuda" else torch.device("cpu")
 
     def pick(self, real: T, rehearsed: T) -> T:
         """``real`` on GPUs."""

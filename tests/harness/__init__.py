@@ -13,7 +13,8 @@ A test on every rank, against the reference:
         assert_trains_like(reference, model, optimizer, steps=5, tolerance=tolerance_for(world_size))
 
 Where to look: `multi_rank` (the decorator), `pool` and `worker` (the processes behind it), `messages` (what they
-say), `report` (failures), `fake` (simulated ranks), `models`, `reference`, `compare`, `training`.
+say), `report` (failures), `device` (ranks on one GPU), `fake` (simulated ranks), `models`, `reference`, `compare`,
+`training`.
 Folders: `shared` (what the tests of one behaviour share), `parity` and `compiled` (what the tests in the folders of
 these names share), `recording` (steps on streams), `drawn` and `mixed` (programs drawn from seeds).
 """

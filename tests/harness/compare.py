@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from tests.harness.device import CPU, DEVICE
 from tests.harness.gloo_race import outlive
 from tests.harness.reference import Gradients
 
@@ -39,6 +40,7 @@ EXACT = None
 SUM_ORDER = Tolerance(
     rtol=1e-5, atol=1e-6, reason="with more than 2 ranks the collective may sum in another order (fp32)"
 )
+ON_DEVICE = Tolerance(rtol=1e-5, atol=1e-6, reason="cuBLAS may choose another algorithm for another address (fp32)")
 FUSED = Tolerance(rtol=1e-5, atol=1e-7, reason="fused kernels round differently in a vector and in its tail")
 
 
@@ -152,6 +154,8 @@ def difference(actual: Tensor | None, expected: Tensor | None, tolerance: Tolera
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         found, wanted = f"{tuple(actual.shape)} {actual.dtype}", f"{tuple(expected.shape)} {expected.dtype}"
         return f"found {found}, expected {wanted}"
+    if DEVICE != CPU:
+        expected, tolerance = expected.to(actual.device), tolerance or ON_DEVICE
     if torch.equal(actual, expected):
         return None
     if tolerance and torch.allclose(actual, expected, rtol=tolerance.rtol, atol=tolerance.atol):

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.harness.device import CPU, DEVICE
 from tests.harness.messages import Status
 from tests.harness.pool import DEFAULT_TIMEOUT_S, WorkerPool, WorkerPools
 from tests.harness.report import RanksFailed
@@ -72,7 +73,7 @@ def multi_rank(
         run_on_ranks.rank_body = body  # type: ignore[attr-defined]
         sizes = others_full(sorted((*world_sizes, *full)), world_sizes)
         on_threads: OnThreads | None = getattr(_package_of(body), "ON_THREADS", None)
-        if on_threads is not None:
+        if on_threads is not None and DEVICE == CPU:  # a device has one thread for the backwards of all
             sizes += on_threads.size_for(body, min(world_sizes))
         decorated = pytest.mark.parametrize("world_size", sizes, ids=_name_of_size)(run_on_ranks)
         return pytest.mark.multi_rank(decorated)

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from tests.harness.device import DEVICE
 from tests.harness.models import ModelCase
 
 Gradients = dict[str, Tensor | None]
@@ -109,7 +110,7 @@ class Reference:
         grad_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
         seed: int = 0,
-        device: torch.device | str = "cpu",
+        device: torch.device | str = DEVICE,
         model: nn.Module | None = None,
     ) -> None:
         self.case = case

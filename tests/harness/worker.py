@@ -32,6 +32,7 @@ from _pytest.assertion import util as assertion_util
 from _pytest.config import _prepareconfig
 
 from tests.harness import gloo_race
+from tests.harness.device import use_device_if_asked
 from tests.harness.meshes import LastingMeshes
 from tests.harness.messages import Job, Outcome, Status, WorkerSetup
 from tests.harness.pooling import pool_if_asked
@@ -58,6 +59,7 @@ def worker_main(connection: Connection, setup: WorkerSetup) -> None:
     torch.set_num_threads(THREADS)
     _rewrite_assertions(setup)
     pool_if_asked()
+    use_device_if_asked()
     gloo_race.install()
     store = dist.TCPStore("127.0.0.1", setup.store_port, is_master=False)
     state = ProcessState.capture()

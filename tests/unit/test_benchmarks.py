@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import __main__ as command
-from benchmarks import checks, clip, first_step, gpu_step, micro, optimizers, programs, scaling
+from benchmarks import checks, clip, first_step, llama_step, micro, optimizers, programs, scaling
 from benchmarks import compile as compile_benchmark
 from benchmarks.copies import bytes_written, is_copy
 from benchmarks.counts import OperationCounter, PythonCallCounter
@@ -353,16 +353,37 @@ def test_an_unknown_way_to_compile_is_an_error(capsys: pytest.CaptureFixture[str
     assert "unknown: torch-whole; there are unsharded-whole" in capsys.readouterr().err
 
 
-def test_the_step_on_a_gpu_is_rehearsed_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
-    """The wire is slower than the host: it is what a step lasts, and what is exposed of it."""
-    spec = replace(LARGE_PARAMETERS, blocks=2, dim=16, hidden_dim=128)
-    for name in ("torch", "fsdp2"):
-        run = gpu_step.Run(name, spec, 4, "cpu", 4, bytes_per_second=1e6, steps=1)
-        # Gathers of all in forward and of the blocks in backward, in bf16; reductions in fp32: 3 of 4 ranks' parts.
-        block, root = 2 * 16 * 128, 2 * 16 * 16
-        nbytes = 3 / 4 * (2 * 2 * block * 2 + root * 2 + (2 * block + root) * 4)
-        assert gpu_step.measure_in_process(run)[gpu_step.STEP] >= nbytes / 1e6 * 1e3 * 0.95
-    if not torch.cuda.is_available():
-        with pytest.raises(SystemExit):
-            gpu_step.main([])
-        assert "no GPU is available" in capsys.readouterr().err
+@pytest.mark.parametrize("name", ["torch", "fsdp2"])
+def test_the_llama_step_is_rehearsed_on_the_cpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wire is slower than the host: it is what a step lasts."""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    words = "--device cpu --shape tiny --seq 8 --steps 1 --world 4 --gbps 0.004"
+    given = llama_step.parsed(words.split())
+    found = llama_step.measured(name, given, 0, str(tmp_path / "store"))
+    # Gathered in bf16 at least once, reduced in fp32: 3 of 4 ranks' parts.
+    assert found["ms"] >= 3 / 4 * found["parameters"] * (2 + 4) / 4e6 * 1e3 * 0.95
+    assert len(found["losses"]) == llama_step.WARM + 1
+
+
+def test_what_is_worse_than_torchs_step_is_complained_of() -> None:
+    torchs = {"ms": 100.0, "losses": [5.0, 4.0], "allocated_gib": 10.0, "reserved_gib": 12.0}
+    good = {"torch": torchs, "torch-again": {**torchs, "ms": 102.0}, "fsdp2": {**torchs, "ms": 104.0}}
+    assert llama_step.complaints(good, is_rehearsal=False) == []
+    for differing, says in (
+        ({"ms": 110.0}, "110.0 ms a step"),
+        ({"allocated_gib": 10.2}, "allocated_gib 10.20"),
+        ({"reserved_gib": 13.0}, "reserved_gib 13.00"),
+        ({"losses": [6.0, 5.0]}, "the first loss"),
+        ({"losses": [5.0, math.nan]}, "losses are"),
+    ):
+        said = llama_step.complaints({**good, "fsdp2": {**torchs, **differing}}, is_rehearsal=False)
+        assert len(said) == 1 and says in said[0], said
+    failed = {**good, "torch": {"error": "out of memory"}}
+    assert llama_step.complaints(failed, is_rehearsal=False) == ["torch: out of memory"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_llama_step_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        llama_step.main([])
+    assert "no GPU is available" in capsys.readouterr().err

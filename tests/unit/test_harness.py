@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tests.harness import RanksFailed, covering, fake_world, multi_rank
+from tests.harness import RanksFailed, covering, device, fake_world, multi_rank
 from tests.harness.multi_rank import run_for_pytest
 from tests.harness.pool import WorkerPools
 
@@ -209,6 +209,21 @@ def test_simulate_fixture(simulate) -> None:  # type: ignore[no-untyped-def]
     for rank in range(4):
         simulate(4, rank)
         assert dist.get_rank() == rank
+
+
+def test_meshes_are_moved_to_the_device_of_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeviceMesh, "__init__", DeviceMesh.__init__)  # put back afterwards
+    device.move_meshes("meta")
+    with fake_world(4):
+        whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        assert whole.device_type == whole["shard"].device_type == "meta"
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a device")
+def test_a_device_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "DEVICE", "cuda")
+    with pytest.raises(RuntimeError, match="FSDP2_TEST_DEVICE=cuda needs such a device"):
+        device.use_device_if_asked()
 
 
 def test_fake_world_refuses_a_second_world() -> None:

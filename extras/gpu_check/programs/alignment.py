@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from extras.gpu_check.runs import Found
+from extras.gpu_check.says import COMPLAINTS, Found
 from extras.gpu_check.setting import Setting
 from fsdp2 import MixedPrecisionPolicy, _torch, fully_shard
 from tests.harness.internals import groups_of
@@ -17,6 +17,17 @@ from tests.harness.models import Block
 
 ODD, ALIGNED = "rows of 4 mod 16 bytes", "rows of 0 mod 128 bytes"
 TIMES = 30
+WORTH_PADDING = 1.1
+
+
+def complaints(found: Found) -> list[str]:
+    """What is wrong: rows are not aligned as NCCL wants them; or padding them is not worth its bytes."""
+    rows = [row for row in found["row_bytes"] if row % (128 if row >= 1024 else 16)]
+    said = [f"a row has {row} bytes" for row in rows]
+    speeds = found["gigabytes_per_second"]
+    if speeds[ODD] > WORTH_PADDING * speeds[ALIGNED]:
+        said.append(f"{speeds[ODD]:.1f} GB/s with rows of any size, {speeds[ALIGNED]:.1f} with aligned ones")
+    return said
 
 
 def _seconds(setting: Setting, row_numel: int) -> float:
@@ -47,10 +58,11 @@ def _row_bytes(setting: Setting) -> list[int]:
 def run(setting: Setting) -> Found:
     """Gigabytes that a rank sends per second."""
     numel = setting.pick(8 << 20, 1 << 10)
-    found: dict[str, float] = {}
+    speeds: dict[str, float] = {}
     with setting.group():
         for name, row_numel in ((ODD, numel + 1), (ALIGNED, numel)):
             sent = (setting.ranks - 1) * row_numel * 4
-            found[name] = sent / _seconds(setting, row_numel) / 1e9
+            speeds[name] = sent / _seconds(setting, row_numel) / 1e9
         rows = _row_bytes(setting)
-    return {"gigabytes_per_second": found, "row_bytes": rows}
+    found = {"gigabytes_per_second": speeds, "row_bytes": rows}
+    return found if setting.is_rehearsal else {**found, COMPLAINTS: complaints(found)}

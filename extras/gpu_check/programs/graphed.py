@@ -12,7 +12,7 @@ import torch
 
 import fsdp2
 from extras.gpu_check.programs.stacks import batch, sharded, stack
-from extras.gpu_check.runs import COMPLAINTS, Found
+from extras.gpu_check.says import COMPLAINTS, Found
 from extras.gpu_check.setting import Setting
 from tests.harness.recording.graphs import RepeatedStep, graphs
 

@@ -13,12 +13,12 @@ import torch.distributed.fsdp as theirs
 from torch import nn
 
 import fsdp2
-from extras.gpu_check.runs import Found
+from extras.gpu_check.says import COMPLAINTS, Found
 from extras.gpu_check.setting import Setting
 from fsdp2.optim.torch_clipping import substitutes
 
 LIBRARIES: dict[str, Any] = {"plain": None, "torch": theirs, "fsdp2": fsdp2}
-WARM, STEPS = 5, 40
+WARM, STEPS = 5, 20
 BLOCKS, WIDTH = 32, 16
 """Of 12 parameters each."""
 
@@ -26,6 +26,24 @@ OPTIMIZERS = {"AdamW foreach": {"foreach": True}, "AdamW fused": {"fused": True}
 _CLIP = torch.nn.utils.clip_grad_norm_
 
 Phases = dict[str, Callable[[], object]]
+
+BESIDE_PLAIN = ("clip", "AdamW foreach", "AdamW fused")
+AS_PLAIN = 1.15
+OF_TORCHS = 0.45
+
+
+def complaints(found: Found) -> list[str]:
+    """What is wrong: clipping and optimizers cost more than of plain tensors, or the step half of torch's."""
+    plain, ours, torchs = found["plain"], found["fsdp2"], found["torch"]
+    said = [
+        f"{phase} takes {us:.1f} us a parameter, {plain[phase]:.1f} of plain ones"
+        for phase, us in ours.items()
+        if phase in BESIDE_PLAIN and us > AS_PLAIN * plain[phase]
+    ]
+    whole = sum(ours.values()) / sum(torchs.values())
+    if whole > OF_TORCHS:
+        said.append(f"a step takes the host {whole:.2f} of torch's time")
+    return said
 
 
 def _phases(setting: Setting, library: Any) -> Phases:
@@ -70,7 +88,8 @@ def run(setting: Setting) -> Found:
                 gc.collect()
         gc.enable()
     count = 12 * setting.pick(BLOCKS, 2)
-    return {
+    found = {
         name: {phase: 1e6 * statistics.median(each) / count for phase, each in its.items()}
         for name, its in samples.items()
     }
+    return found if setting.is_rehearsal else {**found, COMPLAINTS: complaints(found)}

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from extras.gpu_check.programs.stacks import batch, sharded, stack
-from extras.gpu_check.runs import Found
+from extras.gpu_check.says import SKIPPED, Found
 from extras.gpu_check.setting import Setting
 from fsdp2 import CPUOffloadPolicy, _torch
 
@@ -48,7 +48,7 @@ def run(setting: Setting) -> Found:
     """Options: ``way``: plain, unused (a layer has no gradient in some steps), offload, pool."""
     way = setting.options.get("way", "plain")
     if way == "pool" and not _torch.can_swap_memory:
-        return {"skipped": "the pool needs torch 2.13"}
+        return {SKIPPED: "the pool needs torch 2.13"}
     options: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()} if way == "offload" else {}
     with setting.group():
         model = sharded(stack(setting, WIDTH), **options)

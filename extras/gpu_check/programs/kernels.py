@@ -7,7 +7,7 @@ from collections import Counter
 import torch
 from torch import Tensor, nn
 
-from extras.gpu_check.runs import Found
+from extras.gpu_check.says import COMPLAINTS, Found
 from extras.gpu_check.setting import Setting
 from extras.gpu_check.trace import kernels_in, ranges_in, traced
 from fsdp2 import MixedPrecisionPolicy, fully_shard
@@ -16,6 +16,30 @@ from tests.harness.models import Block
 
 BLOCKS = 3
 COMMUNICATION = ("all_gather", "all_gather_copy_out", "post_backward_reduce")
+CHUNK_CAT = "chunk_cat"
+
+
+def complaints(found: Found, *, is_alone: bool) -> list[str]:
+    """What is wrong: communication among compute, more copies than gathers, more launches than collectives."""
+    streams, said = found["communication_streams"], []
+    if shared := set(streams) & set(found["gemm_streams"]):
+        said.append(f"communication and products of matrices share streams {sorted(shared)}")
+    if len(streams) < 2:
+        said.append(f"gathers and reductions run on streams {streams}, not on two")
+    if not found["gemm_streams"]:
+        said.append("no product of matrices was seen")
+    gathers, reductions = found["gathers"], found["reductions"]
+    copies = found["kernels"].get("all_gather_copy_out", 0)
+    if found["packed"] and copies > gathers:
+        said.append(f"{copies} kernels copy out of {gathers} gathers")
+    packs = sum(count for name, count in found["names"].items() if CHUNK_CAT in name)
+    if packs != reductions:
+        said.append(f"{packs} kernels of {CHUNK_CAT} pack the gradients of {reductions} groups")
+    for name, wanted in () if is_alone else (("all_gather", gathers), ("post_backward_reduce", reductions)):
+        launched = found["nccl_kernels"].get(name, 0)  # (a rank alone has a copy for each parameter)
+        if launched != wanted:
+            said.append(f"{launched} kernels of NCCL for {wanted} times {name}")
+    return said
 
 
 def run(setting: Setting) -> Found:
@@ -58,7 +82,7 @@ def run(setting: Setting) -> Found:
             "gemm_streams": sorted({each.stream for each in kernels if _is_gemm(each.name)}),
             "names": dict(Counter(f"{each.range}: {each.name[:80]}" for each in kernels if each.range)),
         }
-    return found
+    return found if setting.is_rehearsal else {**found, COMPLAINTS: complaints(found, is_alone=setting.ranks == 1)}
 
 
 def _is_gemm(name: str) -> bool:

@@ -5,13 +5,28 @@ from __future__ import annotations
 import torch
 
 from extras.gpu_check.programs.stacks import batch, sharded, stack
-from extras.gpu_check.runs import Found
+from extras.gpu_check.says import COMPLAINTS, SKIPPED, Found
 from extras.gpu_check.setting import Setting
 from fsdp2 import _torch
 
 STEPS = 50
 SETTLED = 3
 SPARE_BYTES = 1 << 30
+SAME_MEMORY = 1.01
+STEPS_TO_SETTLE = 2
+
+
+def complaints(found: Found) -> list[str]:
+    """What is wrong: peaks grow from step to step, or the device is asked for more memory."""
+    settled, said = found["settled"], []
+    start = settled + STEPS_TO_SETTLE
+    for what in ("allocated", "reserved"):
+        peaks = found[what]
+        if max(peaks[start:]) > SAME_MEMORY * max(peaks[: start + 1]):
+            said.append(f"{what} memory grows, {peaks[settled]} to {max(peaks)} bytes")
+    if asked := found["asked"][-1] - found["asked"][start]:
+        said.append(f"the device was asked for memory {asked} times after the first steps")
+    return said
 
 
 def _stats(setting: Setting) -> tuple[int, int, int]:
@@ -28,7 +43,7 @@ def run(setting: Setting) -> Found:
     width = setting.pick(4096, 32)
     pool = setting.options.get("pool") == "on"
     if pool and not _torch.can_swap_memory:
-        return {"skipped": "the pool needs torch 2.13"}
+        return {SKIPPED: "the pool needs torch 2.13"}
     series = []
     with setting.group():
         model = sharded(stack(setting, width, depth=8))
@@ -48,4 +63,5 @@ def run(setting: Setting) -> Found:
             series.append(_stats(setting))
         del ballast
     allocated, reserved, asked = (list(each) for each in zip(*series, strict=True))
-    return {"allocated": allocated, "reserved": reserved, "asked": asked, "settled": SETTLED}
+    found = {"allocated": allocated, "reserved": reserved, "asked": asked, "settled": SETTLED}
+    return found if setting.is_rehearsal else {**found, COMPLAINTS: complaints(found)}

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from extras.gpu_check.programs.stacks import batch
-from extras.gpu_check.runs import COMPLAINTS, Found
+from extras.gpu_check.says import COMPLAINTS, Found
 from extras.gpu_check.setting import Setting
 from fsdp2 import MixedPrecisionPolicy, fully_shard
 

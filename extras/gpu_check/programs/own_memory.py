@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from extras.gpu_check.programs.stacks import differing, plainly_trained, sharded, stack, train
-from extras.gpu_check.runs import COMPLAINTS, Found
+from extras.gpu_check.says import COMPLAINTS, Found
 from extras.gpu_check.setting import Setting
 
 STEPS = 4

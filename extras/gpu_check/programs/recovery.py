@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from extras.gpu_check.programs.stacks import batch, differing, sharded, stack
-from extras.gpu_check.runs import COMPLAINTS, Found
+from extras.gpu_check.says import COMPLAINTS, Found
 from extras.gpu_check.setting import Setting
 
 STEPS = 5

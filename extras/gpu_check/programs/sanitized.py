@@ -6,7 +6,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from extras.gpu_check.programs.stacks import sharded, stack, train
-from extras.gpu_check.runs import COMPLAINTS, Found
+from extras.gpu_check.says import COMPLAINTS, Found
 from extras.gpu_check.setting import Setting
 from tests.harness.happens_before import find_violations
 from tests.harness.recording.scenarios import record

@@ -162,9 +162,7 @@ HOLDERS: list[Callable[[nn.Parameter], Any]] = [
 def test_a_holder_that_cannot_be_seen_to_is_named(index: int) -> None:
     model = nn.Linear(3, 5)
     model.held = HOLDERS[index](model.weight)  # type: ignore[assignment]
-    with pytest.warns(
-        UserWarning, match=r"keeps parameter 'weight' in its attribute 'held', inside of a .*list"
-    ):
+    with pytest.warns(UserWarning, match=r"keeps parameter 'weight' in its attribute 'held', inside of a .*list"):
         fully_shard(model)
 
 
