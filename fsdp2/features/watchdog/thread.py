@@ -400,6 +400,8 @@ _OF_FSDP2 = os.path.dirname(fsdp2.__file__) + os.sep
 _LIBRARIES = f"{os.sep}lib{os.sep}python"
 _COLLECTIVES = os.path.join(_OF_TORCH, "distributed", "distributed_c10d.py")
 _OF_TENSORS = os.path.join(_OF_TORCH, "distributed", "_functional_collectives.py")
+_OF_OPERATORS = (_torch.__file__, os.path.join(_OF_FSDP2, "features", "written_views.py"))
+"""What runs within an operator of torch's on DTensors."""
 
 
 def _line_of(frame: FrameType | None) -> str:
@@ -419,13 +421,13 @@ _NAMES = ("barrier", "monitored", "all_", "reduce", "broadcast", "gather", "scat
 def _call_of(frame: FrameType | None) -> tuple[str, dist.ProcessGroup | None]:
     """The collective of torch's that runs, as its caller has called it, and its group; None of a DTensor's."""
     call, group, of_tensors = "", None, False
-    while frame is not None and frame.f_code.co_filename.startswith((_OF_TORCH, "<")):
+    while frame is not None and frame.f_code.co_filename.startswith((_OF_TORCH, "<", *_OF_OPERATORS)):
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         of_tensors = of_tensors or (file == _OF_TENSORS and name == "wait_tensor")
         if file == _COLLECTIVES and name.startswith(_NAMES):
             given = frame.f_locals.get("group")
             call, group = f"torch.distributed.{name}()", dist.group.WORLD if given is None else given
-        elif of_tensors and not name.startswith(("_", "wrap")):
+        elif of_tensors and file.startswith(_OF_TORCH) and not name.startswith(("_", "wrap")):
             call = f"torch's {name}()"
         frame = frame.f_back
     is_counted = group is None or group in _torch.begun_over_groups()  # else nobody knows whether it is the same one
