@@ -244,7 +244,7 @@ class FSDPParam:
     ) -> None:
         self._begin(fqn, uses, sharding, policy, write_counter, group_name)
         self.shape = sharding.partition.shape
-        if original.requires_grad and loses_its_class(original):
+        if original.requires_grad and loses_its_class(type(original)):
             self._warn_of_class(type(original).__name__)
         self.adopt(shard_parameter(original, sharding, place))
 

@@ -35,7 +35,7 @@ def traits_of(parameter: nn.Parameter) -> Traits:
             for name in vars(parameter.detach()):  # what a tensor subclass is made of
                 attributes.pop(name, None)
     kind = getattr(type(parameter), "_fsdp_class", type(parameter))
-    is_kept = nn.Parameter in kind.__mro__ and (kind is not type(parameter) or not loses_its_class(parameter))
+    is_kept = nn.Parameter in kind.__mro__ and (kind is not type(parameter) or not loses_its_class(kind))
     return attributes, kind if is_kept else nn.Parameter
 
 
@@ -48,12 +48,13 @@ def give_traits(traits: Traits, successor: nn.Parameter) -> None:
         successor.__class__ = of_successor
 
 
-def loses_its_class(parameter: nn.Parameter) -> bool:
-    """Whether ``parameter`` is of a class that a program has made, which its other forms cannot be of.
+@functools.cache
+def loses_its_class(kind: type) -> bool:
+    """Whether ``kind`` is a class of parameters that a program has made, which their other forms cannot be of.
 
     For it has slots, or does in another way what tensors do, and they lie elsewhere.
     """
-    classes = type(parameter).__mro__
+    classes = kind.__mro__
     if nn.Parameter not in classes:
         return False
     own = {name for each in classes[: classes.index(nn.Parameter)] for name in vars(each)}
