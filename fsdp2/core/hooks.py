@@ -191,7 +191,7 @@ def after_backward_of_inputs(
         The inputs to use instead, or None if none of them requires a gradient (then nothing was arranged).
     """
     function = _TransformablePostBackward if _torch.functorch_is_active() else _PostBackward
-    if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):  # most modules
+    if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor) and not args[0].__dict__:  # most modules
         return (function.apply(call, args[0]), kwargs) if args[0].requires_grad else None
     inputs: list[torch.Tensor] = []
 

@@ -246,6 +246,8 @@ class FSDPParam:
         self.shape = sharding.partition.shape
         if original.requires_grad and loses_its_class(type(original)):
             self._warn_of_class(type(original).__name__)
+        if original.grad is not None:
+            self._warn_of_gradient()
         self.adopt(shard_parameter(original, sharding, place))
 
     @classmethod
@@ -514,6 +516,13 @@ class FSDPParam:
         if tuple(wanted) == tuple(gradient.placements):
             return gradient
         return gradient.redistribute(placements=wanted)
+
+    def _warn_of_gradient(self) -> None:
+        warnings.warn(
+            f"Parameter '{self.path}' of {self.group_name} has a gradient, of this rank's batch alone: its sharded "
+            "form begins without one. Run that backward after fully_shard, or call zero_grad() before it.",
+            stacklevel=2,
+        )
 
     def _warn_of_class(self, name: str) -> None:
         warnings.warn(

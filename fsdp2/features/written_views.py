@@ -45,6 +45,7 @@ _EXTREMES = (
     _aten.amin.default,
     _aten.argmax.default,
     _aten.argmin.default,
+    _aten.aminmax.default,
     _aten.linalg_vector_norm.default,
 )
 """What has no value where there are no elements, as on a rank without rows: there it raises, and others wait."""
@@ -186,7 +187,7 @@ def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor: DTensor = args[0]
     if isinstance(tensor, _torch.OwnOperators):
         return tensor.run_operator(func, args, kwargs)
-    if func is _aten.linalg_vector_norm.default and not _is_largest(*args[1:2]):
+    if func is _aten.linalg_vector_norm.default and not _is_extreme(*args[1:2]):
         return _torch.run_unhandled(func, args, kwargs)
     mesh = tensor.device_mesh
     parts = dict.fromkeys(range(tensor.ndim), 1)
@@ -196,20 +197,24 @@ def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     has_all = all((parts[dim] - 1) * -(-size // parts[dim]) < size for dim, size in enumerate(tensor.shape))
     if has_all or not tensor.numel() or not is_ours(tensor):
         return _torch.run_unhandled(func, args, kwargs)
-    found: torch.Tensor = func(_gathered(tensor), *args[1:], **kwargs)
     replicated = [Replicate()] * mesh.ndim
-    return _torch.make_dtensor(found, _torch.make_spec(mesh, replicated, found.shape, found.stride(), found.dtype))
+
+    def made(found: torch.Tensor) -> DTensor:
+        spec = _torch.make_spec(mesh, replicated, found.shape, found.stride(), found.dtype)
+        return _torch.make_dtensor(found, spec)
+
+    return map_tensors(made, func(_gathered(tensor), *args[1:], **kwargs))
 
 
-def _is_largest(order: float = 2) -> bool:
-    """Whether a norm of this order is the largest or smallest element."""
-    return math.isinf(order)
+def _is_extreme(order: float = 2) -> bool:
+    """Whether a norm of this order has no value where there are no elements."""
+    return math.isinf(order) or order < 0
 
 
 def _norms(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The norms of many tensors: one by one where they are extremes."""
     tensors, *rest = args
-    if not _is_largest(*rest[:1]):
+    if not _is_extreme(*rest[:1]):
         return _torch.run_unhandled(func, args, kwargs)
     return [torch.linalg.vector_norm(tensor, *rest, **kwargs) for tensor in tensors]
 

@@ -209,6 +209,32 @@ def test_one_tensor_passed_twice_is_one_inside_and_methods_of_the_module_are_its
     assert_sharded_same("gradients", gradients_of(model), gradients_of(plain), tolerance=HALF if half else SUMS)
 
 
+class ReadsNote(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * x.note  # type: ignore[attr-defined, no-any-return]
+
+
+@multi_rank(2)
+def test_attributes_of_the_only_argument_are_there_inside() -> None:
+    torch.manual_seed(0)
+    plain = ReadsNote(WIDTH, WIDTH)
+    model = fully_shard(copy.deepcopy(plain))
+    for module in (plain, model):
+        x = batch(0).requires_grad_() * 1
+        x.note = 3  # type: ignore[attr-defined]
+        module(x).square().mean().backward()
+    assert_sharded_same("gradients", gradients_of(model), gradients_of(plain), tolerance=SUMS)
+
+
+@multi_rank(2)
+def test_a_gradient_from_before_is_named() -> None:
+    model = nn.Linear(WIDTH, WIDTH, bias=False)
+    model(batch(0)).sum().backward()
+    with pytest.warns(UserWarning, match=r"'weight' of Linear has a gradient.*zero_grad\(\)"):
+        fully_shard(model)
+    assert model.weight.grad is None
+
+
 @multi_rank(2)
 def test_a_forward_that_is_replaced_after_sharding_runs() -> None:
     """As kernels are patched into torch's own classes."""
