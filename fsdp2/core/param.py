@@ -519,8 +519,8 @@ class FSDPParam:
 
     def _warn_of_gradient(self) -> None:
         warnings.warn(
-            f"Parameter '{self.path}' of {self.group_name} has a gradient, of this rank's batch alone: its sharded "
-            "form begins without one. Run that backward after fully_shard, or call zero_grad() before it.",
+            f"Parameter '{self.path}' of {self.group_name} has a gradient, and its sharded form begins without one: "
+            "run that backward after fully_shard, or call zero_grad() before it.",
             stacklevel=2,
         )
 

@@ -345,6 +345,7 @@ def test_what_is_unwrapped_is_not_prefetched(again: bool, world_size: int) -> No
     model[0].set_modules_to_forward_prefetch([model[1]])
     model[2].set_modules_to_backward_prefetch([model[1]])
     model(inputs()).sum().backward()
+    model.zero_grad()
     fsdp2.unwrap(model[1])
     if again:
         fsdp2.fully_shard(model[1])
