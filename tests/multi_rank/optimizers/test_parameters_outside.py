@@ -47,6 +47,7 @@ def test_a_model_whose_blocks_alone_are_sharded() -> None:
     model = blocks_only()
     with pytest.raises(FSDPRuntimeError, match=r"parameters of Model .*: stem.weight, stem.bias, head.weight, head"):
         train(model)
+    model.zero_grad()
     fully_shard(model)
     train(model)
 

@@ -297,6 +297,7 @@ def test_what_is_shared_can_be_unwrapped(world_size: int) -> None:
     for name in ("a", "b"):
         with pytest.raises(FSDPRuntimeError, match=r"encoder.*belongs to no group"):
             models[name](x)
+    models["encoder"].zero_grad()
     fully_shard(models["encoder"])
     for name in ("a", "b", "encoder"):
         models[name].zero_grad()
