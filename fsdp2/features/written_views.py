@@ -195,7 +195,8 @@ def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _torch.is_shard(placement):
             parts[placement.dim % tensor.ndim] *= mesh.size(axis)  # type: ignore[attr-defined]
     has_all = all((parts[dim] - 1) * -(-size // parts[dim]) < size for dim, size in enumerate(tensor.shape))
-    if has_all or not tensor.numel() or not is_ours(tensor):
+    gives_indices = func in (_aten.argmax.default, _aten.argmin.default)  # torch 2.11 gives those in a rank's rows
+    if (has_all and not gives_indices) or not tensor.numel() or not is_ours(tensor):
         return _torch.run_unhandled(func, args, kwargs)
     replicated = [Replicate()] * mesh.ndim
 
