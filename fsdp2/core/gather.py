@@ -39,9 +39,11 @@ from fsdp2.core.sharding import rows_in_place
 from fsdp2.errors import FSDPRuntimeError
 
 CAST_UPLOAD_BYTES = 64 << 20
-"""What is copied out of host memory and cast is copied so much at a time. For torch brings it to the device as it is
-first, in memory that it frees after the cast: the next piece uses that again. A link of 50 GB/s is busy for 1.3 ms with
-a piece, and waits 0.05 ms for its cast: too little to be worth a stream of its own."""
+"""The most bytes that one copy from the host carries if it casts, too.
+
+torch brings such a source to the device as it is, casts it there, and frees that memory: the next piece reuses it. At
+50 GB/s a piece takes 1.3 ms, and its cast 0.05 ms, which is too little to be worth a stream of its own.
+"""
 
 Transfer = tuple[torch.Tensor, torch.Tensor]
 """The (output, input) of one collective on the wire; both one-dimensional and contiguous."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -59,11 +59,18 @@ class Outside(NamedTuple):
     of_sharded: list[tuple[FSDPParam, Registration]]
 
 
-def registered_outside(modules: Iterable[nn.Module], names: Mapping[nn.Parameter, str]) -> Outside:
-    """Where ``modules`` keep parameters of these ``names``, or originals of sharded ones, in attributes that hold them.
+def registered_outside(
+    modules: Iterable[nn.Module], managed: Container[nn.Module], names: Mapping[nn.Parameter, str]
+) -> Outside:
+    """Where ``modules`` keep parameters of these ``names``, and ``managed`` ones also those that are sharded already.
 
     A plain list, dict (or `OrderedDict`, `defaultdict`) or deque in an attribute, or in another of these, is such a
     place. What cannot be one (a tuple, a set, a class of the program's) stays as it is, and a warning says so.
+
+    Args:
+        modules: all of the tree.
+        managed: those of them that no other call has looked into.
+        names: of the parameters that are being sharded.
 
     Raises:
         FSDPValueError: one keeps a view of a parameter; or two parameters lie in the same memory.
@@ -74,34 +81,51 @@ def registered_outside(modules: Iterable[nn.Module], names: Mapping[nn.Parameter
         for name, value in vars(module).items():
             if name in _OF_MODULES or not isinstance(value, _HOLDING):
                 continue
-            whose, where = type(module).__name__, f"in its attribute '{name}',"
+            stay: dict[str, str] = {}
             for holder, key, tensor in _tensors_kept(vars(module), name, value, set()):
-                is_own = isinstance(tensor, nn.Parameter) and tensor in names
-                viewed = None if is_own else _viewed(tensor, names, lying)
-                if viewed is not None:
-                    raise FSDPValueError(
-                        f"{whose} keeps a view of parameter '{viewed}' {where} which would have the values of before "
-                        "for ever: make the view in forward."
-                    )
-                successor = None if is_own else replacement_of(tensor)
-                param = None if successor is None else fsdp_param_of(successor)
-                if not is_own and param is None:
-                    continue
+                param: FSDPParam | None = None
+                if not isinstance(tensor, nn.Parameter) or tensor not in names:
+                    _refuse_view(module, name, tensor, names, lying)
+                    successor = replacement_of(tensor) if module in managed else None
+                    param = None if successor is None else fsdp_param_of(successor)
+                    if param is None:
+                        continue
                 if holder is None:
-                    path = names[tensor] if is_own else param.path  # type: ignore[index,union-attr]
-                    warnings.warn(
-                        f"{whose} keeps parameter '{path}' {where} inside of a {key}, where it stays what it was "
-                        "before fully_shard: it has the values of before, and gets no gradient. Keep it in a list or a "
-                        "dict, which are seen to, or take it from its module in forward.",
-                        stacklevel=4,
-                    )
-                    break
-                place = (_Place(holder, key, tensor), name)
-                if is_own:
-                    found.places.setdefault(tensor, []).append(place)
+                    stay[names[tensor] if param is None else param.path] = key
+                elif param is None:
+                    found.places.setdefault(tensor, []).append((_Place(holder, key, tensor), name))
                 else:
-                    found.of_sharded.append((param, place))  # type: ignore[arg-type]
+                    found.of_sharded.append((param, (_Place(holder, key, tensor), name)))
+            if stay:
+                _warn_of_holder(module, name, stay)
     return found
+
+
+def _refuse_view(
+    module: nn.Module, name: str, tensor: torch.Tensor, names: Mapping[nn.Parameter, str], lying: Mapping[int, str]
+) -> None:
+    """Refuse that ``tensor`` is a view of a parameter, or a detached alias."""
+    base = tensor._base
+    if isinstance(base, nn.Parameter) and base in names:
+        viewed: str | None = names[base]
+    else:
+        viewed = None if isinstance(tensor, nn.Parameter) else lying.get(_torch.storage_of(tensor))
+    if viewed is not None:
+        raise FSDPValueError(
+            f"{type(module).__name__} keeps a view of parameter '{viewed}' in its attribute '{name}', which would have "
+            "the values of before for ever: make the view in forward."
+        )
+
+
+def _warn_of_holder(module: nn.Module, name: str, stay: Mapping[str, str]) -> None:
+    (path, kind), *rest = stay.items()
+    others = f" and {len(rest)} more" if rest else ""
+    warnings.warn(
+        f"{type(module).__name__} keeps parameter '{path}'{others} in its attribute '{name}', inside of a {kind}, "
+        "where it stays what it was before fully_shard: it has the values of before, and gets no gradient. Keep it in "
+        "a list or a dict, which are seen to, or take it from its module in forward.",
+        stacklevel=5,
+    )
 
 
 _OF_MODULES = frozenset(vars(nn.Module()))
@@ -126,14 +150,6 @@ def _tensors_kept(holder: Any, key: Any, value: Any, seen: set[int]) -> Iterator
             yield from _tensors_kept(None, type(value).__name__, part, seen)
         if isinstance(at, torch.Tensor):
             yield None, "dict, as a key", at
-
-
-def _viewed(tensor: torch.Tensor, names: Mapping[nn.Parameter, str], lying: Mapping[int, str]) -> str | None:
-    """The parameter that ``tensor`` is a view of, or a detached alias."""
-    base = tensor._base
-    if isinstance(base, nn.Parameter) and base in names:
-        return names[base]
-    return None if isinstance(tensor, nn.Parameter) else lying.get(_torch.storage_of(tensor))
 
 
 def _refuse_shared_memory(names: Mapping[nn.Parameter, str]) -> dict[int, str]:

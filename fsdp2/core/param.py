@@ -244,10 +244,7 @@ class FSDPParam:
     ) -> None:
         self._begin(fqn, uses, sharding, policy, write_counter, group_name)
         self.shape = sharding.partition.shape
-        if original.requires_grad and loses_its_class(type(original)):
-            self._warn_of_class(type(original).__name__)
-        if original.grad is not None:
-            self._warn_of_gradient()
+        self._warn_of_original(original)
         self.adopt(shard_parameter(original, sharding, place))
 
     @classmethod
@@ -517,20 +514,22 @@ class FSDPParam:
             return gradient
         return gradient.redistribute(placements=wanted)
 
-    def _warn_of_gradient(self) -> None:
-        warnings.warn(
-            f"Parameter '{self.path}' of {self.group_name} has a gradient, and its sharded form begins without one: "
-            "run that backward after fully_shard, or call zero_grad() before it.",
-            stacklevel=2,
-        )
-
-    def _warn_of_class(self, name: str) -> None:
-        warnings.warn(
-            f"Parameter '{self.path}' of {self.group_name} is of the class {name}, which changes what tensors do: its "
-            f"sharded form is no {name}. Where a program asks for the class (for an optimizer's groups), let it ask "
-            "for an attribute of the parameter instead: attributes stay.",
-            stacklevel=2,
-        )
+    def _warn_of_original(self, original: nn.Parameter) -> None:
+        """What of ``original`` its sharded form will lack."""
+        where, name = f"Parameter '{self.path}' of {self.group_name}", type(original).__name__
+        if original.requires_grad and loses_its_class(type(original)):
+            warnings.warn(
+                f"{where} is of the class {name}, which changes what tensors do: its sharded form is no {name}. Where "
+                "a program asks for the class (for an optimizer's groups), let it ask for an attribute of the "
+                "parameter instead: attributes stay.",
+                stacklevel=2,
+            )
+        if original.grad is not None:
+            warnings.warn(
+                f"{where} has a gradient, and its sharded form begins without one: run that backward after "
+                "fully_shard, or call zero_grad() before it.",
+                stacklevel=2,
+            )
 
     def _warn_of_sums(self, ranks: int) -> None:
         warnings.warn(

@@ -267,7 +267,7 @@ def fully_shard(
     tied = [] if is_fresh else TIES.filling.take(found, ignored, managed, modules[0])
     name = type(modules[0]).__name__
     everywhere = dict.fromkeys(each for sharded in modules for each in sharded.modules())
-    kept = registered_outside(everywhere, {parameter: uses[0][2] for parameter, uses in found.items()})
+    kept = registered_outside(everywhere, set(managed), {each: uses[0][2] for each, uses in found.items()})
     named = [(uses[0][2], parameter) for parameter, uses in (*found.items(), *[(t.original, t.uses) for t in tied])]
     policy = module_policy(arguments.mp_policy, named, name)
     every = [*found.items(), *[(each.original, each.uses) for each in tied]]

@@ -28,7 +28,7 @@ Traits = tuple[dict[str, Any], type[nn.Parameter]]
 
 
 def traits_of(parameter: nn.Parameter) -> Traits:
-    """Those of ``parameter``."""
+    """The attributes that a program has set on ``parameter``, and its class; `nn.Parameter` if that cannot stay."""
     attributes = {name: value for name, value in parameter.__dict__.items() if name not in OWN}
     if attributes and type(parameter) is not nn.Parameter and not isinstance(parameter, DTensor):
         with _torch.without_grad():

@@ -24,7 +24,7 @@ from fsdp2.core.root import ON_ROOT
 _EMPTY_LIKE = torch.ops.aten.empty_like.default
 
 _FILLED: WeakSet[FSDPParam] = WeakSet()
-"""Those that were on meta, and were filled."""
+"""Parameters that were on meta, and got memory filled with NaN."""
 
 
 @functools.cache

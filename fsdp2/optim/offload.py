@@ -122,10 +122,12 @@ class _Lanes:
         """Copies inside are on ``stream``, after what was computed. What is added to the list lives until `join`."""
         device, held = self.device, list[torch.Tensor]()
         device.wait(stream, device.record(device.current_stream()), Wait.STATE_USED)
-        with device.use(stream):
-            yield held
-        if self.goes_both_ways:
-            self._under_way.append((device.record(stream), held))
+        try:
+            with device.use(stream):
+                yield held
+        finally:  # also of those that were begun before an exception
+            if self.goes_both_ways:
+                self._under_way.append((device.record(stream), held))
 
     def join(self) -> None:
         """Let compute wait for all copies."""
@@ -178,22 +180,26 @@ class _OnDeviceState(MutableMapping[Any, Any]):
         self.take_back(also_held=False, but=group)
         self._group = group
         for following in self._wanted[group + 1 : group + 2]:
-            self._ahead.update(following)
             self._lend(following)
+            self._ahead.update(following)
 
     def _lend(self, parameters: Sequence[torch.Tensor]) -> None:
         """Begin to bring the state of ``parameters``, unless it is here; compute joins before it reads."""
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        brought: list[tuple[torch.Tensor, dict[Any, torch.Tensor], dict[Any, Any]]] = []
         with _torch.without_grad():
             for parameter in parameters:
                 if parameter not in self._lent:
-                    state = self.kept[parameter]
-                    self._lent[parameter] = lent = {key: value for key, value in state.items() if _is_moved(value)}
-                    state.update({key: _on_device(value, parameter.device, copies) for key, value in lent.items()})
+                    lent = {key: value for key, value in self.kept[parameter].items() if _is_moved(value)}
+                    here = {key: _on_device(value, parameter.device, copies) for key, value in lent.items()}
+                    brought.append((parameter, lent, here))
             if copies:
                 with self._lanes.on(self._lanes.up) as held:
                     for room, local in copies:
                         held.append(room.copy_(local, non_blocking=True))
+        for parameter, lent, here in brought:  # last of all: where memory runs out, the state stays on the host
+            self._lent[parameter] = lent
+            self.kept[parameter].update(here)
 
     def take_back(self, *, also_held: bool, but: int | None = None) -> None:
         """Bring state to the host, not that of group ``but``; ``also_held``: though others hold tensors of it."""
@@ -283,11 +289,12 @@ class OptimizerStateOffload:
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         with _torch.without_grad():
             for parameter, state in self._states(optimizer):
-                for key, value in state.items():
-                    if _is_moved(value):
-                        state[key] = _on_device(value, parameter.device, copies)
-            for room, local in copies:
-                room.copy_(local, non_blocking=True)
+                moved = {key: value for key, value in state.items() if _is_moved(value)}
+                here = {key: _on_device(value, parameter.device, copies) for key, value in moved.items()}
+                for room, local in copies:
+                    room.copy_(local, non_blocking=True)
+                copies.clear()
+                state.update(here)
 
     def settle(self, optimizer: Optimizer) -> None:
         """Bring to the host what a step that raised, or a state dict that was loaded, has left on the device."""

@@ -6,11 +6,12 @@ What is recorded and how, see `tests.harness.recording.recorder`; what is checke
 from __future__ import annotations
 
 import ast
+import copy
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import cache
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 from unittest import mock
 
@@ -267,6 +268,35 @@ def test_state_that_came_ahead_and_is_not_asked_for_goes_back_without_a_copy() -
         assert copied.call_count == 0, "nothing but the first was asked for, and that is taken back by state_dict"
         optimizer.step()
     assert all(not each.equal(value) for each, value in zip(before, values, strict=True))
+
+
+@pytest.mark.parametrize("fails_at", range(1, 9))
+def test_state_stays_on_the_host_where_memory_runs_out_as_it_comes(fails_at: int) -> None:
+    """Memory that it was to come to has no values yet: none of that is taken back."""
+    parameters = [nn.Parameter(torch.randn(4)) for _ in range(4)]
+    optimizer = torch.optim.Adam([{"params": parameters[:2]}, {"params": parameters[2:]}], foreach=True)
+    offload_optimizer_state(optimizer)
+    for each in parameters:
+        each.grad = torch.ones(4)
+    optimizer.step()
+    expected = [copy.deepcopy(dict(optimizer.state[each])) for each in parameters]
+    calls, bring = count(1), fsdp2.optim.offload._on_device
+
+    def runs_out(value: Tensor, device: torch.device, copies: Any) -> Any:
+        if next(calls) == fails_at:
+            raise torch.OutOfMemoryError("no memory")
+        return bring(value, device, copies)
+
+    with mock.patch.object(fsdp2.optim.offload, "device_for", lambda device: Streams()):
+        with (
+            mock.patch.object(fsdp2.optim.offload, "_on_device", runs_out),
+            mock.patch.object(optimizer, "_init_group", lambda group, *_: optimizer.state[group["params"][0]].missing),
+            pytest.raises(torch.OutOfMemoryError if fails_at < 9 else AttributeError),
+        ):
+            optimizer.step()
+        optimizer.state_dict()
+    for each, state in zip(parameters, expected, strict=True):
+        assert all(torch.equal(value, state[name]) for name, value in optimizer.state[each].items())
 
 
 PIECE = 1 << 10

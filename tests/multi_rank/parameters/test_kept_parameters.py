@@ -167,6 +167,19 @@ def test_a_holder_that_cannot_be_seen_to_is_named(index: int) -> None:
 
 
 @multi_rank(2)
+def test_a_holder_is_named_once_and_what_lies_beside_it_is_seen_to() -> None:
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3))
+    model[0].held = [(model[0].weight, model[0].bias), model[0].weight]  # type: ignore[assignment]
+    with pytest.warns(
+        UserWarning, match=r"'0?\.?weight' and 1 more in its attribute 'held', inside of a tuple"
+    ) as said:
+        fully_shard(model[0])
+        fully_shard(model)
+    assert len(said) == 1
+    assert model[0].held[1] is model[0].weight  # type: ignore[index]
+
+
+@multi_rank(2)
 def test_a_detached_alias_is_refused() -> None:
     model = nn.Linear(3, 5)
     model.start = model.weight.detach()

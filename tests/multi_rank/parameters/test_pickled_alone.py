@@ -10,25 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp2 import CPUOffloadPolicy, fully_shard
+from fsdp2 import fully_shard
 from tests.harness import multi_rank
-
-
-def hybrid() -> dict[str, Any]:
-    shape = (2, dist.get_world_size() // 2)
-    return {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))}
-
-
-WAYS: dict[str, Callable[[], dict[str, Any]]] = {
-    "default": dict,
-    "keep": lambda: {"reshard_after_forward": False},
-    "hybrid": hybrid,
-    "offloaded": lambda: {"offload_policy": CPUOffloadPolicy()},
-}
+from tests.harness.shared.ways import WAYS
 
 
 def saved_and_loaded(value: Any) -> Any:

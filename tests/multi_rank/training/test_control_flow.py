@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
-from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp2 import CPUOffloadPolicy, FSDPRuntimeError, fully_shard
+from fsdp2 import FSDPRuntimeError, fully_shard
 from tests.harness import multi_rank
 from tests.harness.compare import assert_sharded_same, gradients_of, tolerance_for
+from tests.harness.shared.ways import WAYS
 
 
 class Two(nn.Module):
@@ -67,19 +65,6 @@ class ChosenSubmodules(Two):
         a, b = ({name: each.clone() for name, each in layer.named_parameters()} for layer in (self.a, self.b))
         call = torch.func.functional_call
         return torch.cond(x.sum() > 0, lambda x: call(self.a, a, (x,)), lambda x: call(self.b, b, (x,)), (x,))
-
-
-def hybrid() -> dict[str, Any]:
-    shape = (2, dist.get_world_size() // 2)
-    return {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))}
-
-
-WAYS: dict[str, Callable[[], dict[str, Any]]] = {
-    "default": dict,
-    "keep": lambda: {"reshard_after_forward": False},
-    "hybrid": hybrid,
-    "offloaded": lambda: {"offload_policy": CPUOffloadPolicy()},
-}
 
 
 @pytest.mark.parametrize("way", WAYS)
