@@ -20,9 +20,10 @@ PEERS_STAMP := $(PEERS_VENV)/.installed
 help:
 	@echo "make train        train a language model, sharded over $(NPROC) processes"
 	@echo "make train-check  the same training against an unsharded reference, loss by loss"
-	@echo "make quick        the core on one and two ranks, for the minute after an edit"
-	@echo "make test         lint, types and the test suite (TORCH=2.15.0 for another torch)"
+	@echo "make quick        what a change of the core breaks first, within a minute"
+	@echo "make test         lint, types and the test suite, six minutes on two cores (TORCH=2.15.0 for another torch)"
 	@echo "make test-full    the suite with its slow part, then the tests of arithmetic on each vector width of this processor"
+	@echo "                  PART=3/10: a fixed tenth of what make test leaves out"
 	@echo "make test-clients other people's programs (Accelerate, Lightning, torchtitan, ...) run on fsdp2"
 	@echo "make test-pool    the tests on gloo ranks with memory for communication that stays, whatever they set up"
 	@echo "make bench        host time, calls, copies, collectives, memory, optimizers, checkpoints beside torch's fully_shard"
@@ -58,9 +59,14 @@ quick: $(STAMP)
 test: lint
 	$(BIN)/python -m tests -m "not full" $(ARGS)
 
+ifdef PART
+test-full: $(DOCS_STAMP)
+	$(BIN)/python -m tests -m full --part $(PART) $(ARGS)
+else
 test-full: lint $(DOCS_STAMP)
 	$(BIN)/python -m tests $(ARGS)
 	$(BIN)/python -m tests.arithmetic $(ARGS)
+endif
 
 test-pool: $(STAMP)
 	FSDP2_TEST_POOL=1 $(BIN)/python -m pytest -m "not full" tests/multi_rank tests/parity $(ARGS)

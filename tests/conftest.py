@@ -15,15 +15,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness.covering import leave_to_the_full_suite
+from tests.harness.covering import thin_out
 from tests.harness.fake import FakeWorlds
 from tests.harness.parity_table import report_what_was_not_shown
+from tests.harness.parts import asked_part, part_of
 from tests.harness.pool import WorkerPools, start_fork_server
 from tests.harness.pooling import pool_if_asked
 from tests.harness.state import THREADS, ProcessState, forget_meshes, seed_everything
 
 # Warnings are errors (pyproject.toml), here and on the ranks, but for these of torch's own.
 TOLERATED_WARNINGS: list[str] = []
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds ``--part``."""
+    parser.addoption("--part", default="", metavar="K/10", help="run this fixed tenth of the selected tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -35,9 +41,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leaves most combinations of parameters to the full suite."""
-    leave_to_the_full_suite([item for item in items if isinstance(item, pytest.Function)])
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Drops most combinations of parameters, and leaves others to the full suite."""
+    dropped = {id(item) for item in thin_out(item for item in items if isinstance(item, pytest.Function))}
+    items[:] = [item for item in items if id(item) not in dropped]
+    if text := config.option.part:
+        items[:] = [item for item in items if part_of(item.nodeid) == asked_part(text)]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -1,31 +1,43 @@
-"""Which combinations of a test's parameters the short suite runs: so many that each value of each is among them.
+"""Which combinations of a test's parameters are run: each value in the short suite, each pair of them in the full one.
 
-A test with parameters of 5, 3 and 2 values has 30 combinations, and all of them run in the full suite. Of these the
-short one runs 5, in which every value comes. What a pair of values does together is what drawn programs are for
-(`multi_rank/combinations`). A test that is marked ``every_combination`` is run as a whole. Of a test that runs on
-torch's FSDP1 as well as on ours, the short suite has ours: torch's does not change with this package.
+A test with parameters of 5, 3 and 2 values has 30 combinations. The short suite runs 5, in which every value comes, and
+the full suite 15, in which every two values of two parameters come together. The other combinations are never run: what
+three settings do together is what drawn programs are for (`multi_rank/combinations`).
+
+Of the numbers of ranks in ``@multi_rank(2, 4)`` the short suite runs the smallest, and of a test that runs on torch's
+FSDP1 as well as on ours it has ours: torch's does not change with this package. Of a ``seed`` it has the first eight
+values. A test that is marked ``every_combination`` is run as a whole.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 import pytest
 
+RANKS = "world_size"
+SEED = "seed"
+SHORT_SEEDS = 8
 TORCHS = "torch"
 """The ``kind`` of tests on torch's FSDP1, see `tests.harness.shared.fsdp1_both`."""
-FOLDERS = ("tests/multi_rank/", "tests/fsdp1/", "tests/parity/")
-"""Whose tests run on ranks, and take long: half an hour with all combinations."""
 
 
-def covering(combinations: Sequence[Mapping[str, Hashable]]) -> list[int]:
-    """Positions of few ``combinations`` in which every value of every parameter comes, the first ones if it can be.
+def covering(combinations: Sequence[Mapping[str, Hashable]], together: int = 1) -> list[int]:
+    """Positions of few ``combinations`` with every value of every parameter, or every ``together`` values of as many.
+
+    The first ones if it can be.
 
     >>> covering([{"x": x, "y": y} for x in "abc" for y in "de"])
     [0, 3, 4]
+    >>> len(covering([{"x": x, "y": y, "z": z} for x in "ab" for y in "cd" for z in "ef"], together=2))
+    4
     """
-    values = [frozenset(each.items()) for each in combinations]
-    left = set[tuple[str, Hashable]]().union(*values)
+    if not combinations:
+        return []
+    together = min(together, *map(len, combinations))
+    values = [frozenset(itertools.combinations(sorted(each.items()), together)) for each in combinations]
+    left = frozenset().union(*values)
     chosen: list[int] = []
     while left:
         best = max(range(len(values)), key=lambda index: len(values[index] & left))
@@ -34,21 +46,37 @@ def covering(combinations: Sequence[Mapping[str, Hashable]]) -> list[int]:
     return sorted(chosen)
 
 
-def leave_to_the_full_suite(items: Iterable[pytest.Function]) -> None:
-    """Mark what the short suite leaves out."""
+def thin_out(items: Iterable[pytest.Function]) -> list[pytest.Function]:
+    """Mark what the short suite leaves out as full; returns what no suite runs."""
     by_function: dict[str, list[pytest.Function]] = {}
     for item in items:
-        short = item.get_closest_marker("full") is None and item.get_closest_marker("every_combination") is None
-        if short and item.nodeid.startswith(FOLDERS) and getattr(item, "callspec", None) is not None:
+        if item.get_closest_marker("every_combination") is None and hasattr(item, "callspec"):
             by_function.setdefault(item.nodeid.split("[")[0], []).append(item)
+    dropped: list[pytest.Function] = []
     for every in by_function.values():
-        found = [item for item in every if item.callspec.params.get("kind") != TORCHS]
-        for item in every:
-            if item.callspec.params.get("kind") == TORCHS:
+        pairs = set(covering([_values(item) for item in every], together=2))
+        kept = [item for index, item in enumerate(every) if index in pairs]
+        dropped += [item for index, item in enumerate(every) if index not in pairs]
+        candidates = [item for item in kept if _may_be_short(item, every)]
+        short = {id(candidates[index]) for index in covering([_values(item) for item in candidates])}
+        for item in kept:
+            if id(item) not in short:
                 item.add_marker(pytest.mark.full)
-        # (By identity: one value is one object in all combinations, and need not be hashable.)
-        combinations = [{name: id(value) for name, value in each.callspec.params.items()} for each in found]
-        kept = set(covering(combinations))
-        for index, item in enumerate(found):
-            if index not in kept:
-                item.add_marker(pytest.mark.full)
+    return dropped
+
+
+def _values(item: pytest.Function) -> dict[str, int]:
+    """By parameter its value, by identity: one value is one object in all combinations, and need not be hashable."""
+    return {name: id(value) for name, value in item.callspec.params.items()}
+
+
+def _may_be_short(item: pytest.Function, every: Sequence[pytest.Function]) -> bool:
+    """Whether the short suite may run this combination."""
+    if item.get_closest_marker("full") is not None or item.callspec.params.get("kind") == TORCHS:
+        return False
+    if item.callspec.indices.get(SEED, 0) >= SHORT_SEEDS:
+        return False
+    ranks = item.callspec.params.get(RANKS)
+    return type(ranks) is not int or ranks == min(
+        other.callspec.params[RANKS] for other in every if type(other.callspec.params[RANKS]) is int
+    )

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "fsdp2"
@@ -52,6 +51,7 @@ def folder(module: str) -> str:
     return module.partition(".")[0] if "." in module else ""
 
 
+@functools.cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
@@ -73,19 +73,19 @@ def imported_modules(path: Path) -> set[str]:
     return {module for module in found if module is not None}
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
-def test_folders_import_what_they_stand_on(path: Path) -> None:
-    own = module_name(path)
-    if own in FACES or folder(own) == "compat":
-        return
-    assert folder(own) in ORDER or own in BASE, f"{own} is in no folder of the architecture"
-    before = [*BASE, *ORDER]
-    rank = before.index(own if own in BASE else folder(own))
-    for target in imported_modules(path):
-        if own.startswith(COMMANDS) and folder(target) == "compat":
+def test_folders_import_what_they_stand_on() -> None:
+    for path in FILES:
+        own = module_name(path)
+        if own in FACES or folder(own) == "compat":
             continue
-        name = target if target in BASE else folder(target)
-        assert name == folder(own) or name in before[:rank], f"{own} imports {target}"
+        assert folder(own) in ORDER or own in BASE, f"{own} is in no folder of the architecture"
+        before = [*BASE, *ORDER]
+        rank = before.index(own if own in BASE else folder(own))
+        for target in imported_modules(path):
+            if own.startswith(COMMANDS) and folder(target) == "compat":
+                continue
+            name = target if target in BASE else folder(target)
+            assert name == folder(own) or name in before[:rank], f"{own} imports {target}"
 
 
 def test_nothing_imports_in_circles() -> None:
@@ -109,56 +109,58 @@ def test_nothing_is_imported_by_a_name_that_is_made() -> None:
             assert not any(name.split(".")[0] == "importlib" for name in imports(parse(path))), path
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "compat").rglob("*.py")), ids=module_name)
-def test_compat_stands_on_the_public_surface(path: Path) -> None:
-    for name in imports(parse(path)):
-        # The table of torch's private names is no part of the engine: what compat touches of torch stands in it too.
-        allowed = ("compat", "_torch_names")
-        assert not name.startswith("fsdp2.") or name.split(".")[1] in allowed, name
-
-
-@pytest.mark.parametrize("path", FILES, ids=module_name)
-def test_torchs_own_implementation_is_not_imported(path: Path) -> None:
-    if PACKAGE / "compat" not in path.parents:
-        # The registries of all composable functions, replicate's too.
-        shared = ("torch.distributed._composable.contract.", "torch.distributed._composable_state.")
+def test_compat_stands_on_the_public_surface() -> None:
+    for path in sorted((PACKAGE / "compat").rglob("*.py")):
         for name in imports(parse(path)):
-            if path.name == "_torch.py" and name.startswith(shared):
-                continue
-            assert not name.startswith(("torch.distributed.fsdp", "torch.distributed._composable")), name
+            # The table of torch's private names is no part of the engine: it has those that compat touches too.
+            allowed = ("compat", "_torch_names")
+            assert not name.startswith("fsdp2.") or name.split(".")[1] in allowed, f"{path}: {name}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
-def test_private_names_of_torch_stay_in_two_files(path: Path) -> None:
-    if path.name in ("_torch.py", "_torch_compiler.py"):
-        return
-    # Methods and mappings of nn.Module that every subclass may override or read, and the pytree-free dispatch check.
-    allowed = {"torch.utils._python_dispatch.is_traceable_wrapper_subclass"}
-    for name in imports(parse(path)):
-        if name.startswith("torch") and name not in allowed:
-            assert not any(part.startswith("_") for part in name.split(".")), name
+def test_torchs_own_implementation_is_not_imported() -> None:
+    for path in FILES:
+        if PACKAGE / "compat" not in path.parents:
+            # The registries of all composable functions, replicate's too.
+            shared = ("torch.distributed._composable.contract.", "torch.distributed._composable_state.")
+            for name in imports(parse(path)):
+                if path.name == "_torch.py" and name.startswith(shared):
+                    continue
+                assert not name.startswith(("torch.distributed.fsdp", "torch.distributed._composable")), (
+                    f"{path}: {name}"
+                )
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
-def test_files_say_what_they_are(path: Path) -> None:
-    assert ast.get_docstring(parse(path)), "a module begins with a docstring"
+def test_private_names_of_torch_stay_in_two_files() -> None:
+    for path in FILES:
+        if path.name in ("_torch.py", "_torch_compiler.py"):
+            continue
+        # The check of dispatch that needs no pytree.
+        allowed = {"torch.utils._python_dispatch.is_traceable_wrapper_subclass"}
+        for name in imports(parse(path)):
+            if name.startswith("torch") and name not in allowed:
+                assert not any(part.startswith("_") for part in name.split(".")), f"{path}: {name}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
-def test_functions_are_annotated_short_and_documented(path: Path) -> None:
-    for name, node in functions(parse(path)):
-        assert node.returns is not None, f"{name} has no return annotation"
-        every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-        missing = [arg.arg for arg in every if arg.annotation is None and arg.arg not in ("self", "cls")]
-        assert not missing, f"{name}: no annotation on {missing}"
-        body = [statement for statement in node.body if not _is_docstring(statement)]
-        if body:
-            length = (body[-1].end_lineno or 0) - body[0].lineno + 1
-            assert length <= 60, f"{name} has {length} lines"
-        public = not any(part.startswith("_") for part in name.split("."))
-        overload = any(isinstance(each, ast.Name) and each.id == "overload" for each in node.decorator_list)
-        if public and not overload:
-            assert ast.get_docstring(node), f"{name} has no docstring"
+def test_files_say_what_they_are() -> None:
+    for path in FILES:
+        assert ast.get_docstring(parse(path)), f"{path} begins without a docstring"
+
+
+def test_functions_are_annotated_short_and_documented() -> None:
+    for path in FILES:
+        for name, node in functions(parse(path)):
+            assert node.returns is not None, f"{path}: {name} has no return annotation"
+            every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            missing = [arg.arg for arg in every if arg.annotation is None and arg.arg not in ("self", "cls")]
+            assert not missing, f"{path}: {name}: no annotation on {missing}"
+            body = [statement for statement in node.body if not _is_docstring(statement)]
+            if body:
+                length = (body[-1].end_lineno or 0) - body[0].lineno + 1
+                assert length <= 60, f"{path}: {name} has {length} lines"
+            public = not any(part.startswith("_") for part in name.split("."))
+            overload = any(isinstance(each, ast.Name) and each.id == "overload" for each in node.decorator_list)
+            if public and not overload:
+                assert ast.get_docstring(node), f"{path}: {name} has no docstring"
 
 
 def _is_docstring(statement: ast.stmt) -> bool:

@@ -179,28 +179,32 @@ def test_what_no_probe_can_find_has_a_test() -> None:
     assert all(f"def {test}(" in tests for test in WRITTEN.values())
 
 
-@pytest.mark.parametrize("name", NAMES, ids=lambda name: name.shown)
-def test_a_hidden_name_is_named_where_it_is_needed(name: TorchName, monkeypatch: pytest.MonkeyPatch) -> None:
-    if name.feature:  # what is hidden is asked for alone: its module is not imported
-        monkeypatch.setattr(_torch_names, "NAMES", (name,))
-    _torch_names.missing_for.cache_clear()
-    hidden = [name.path, name.unless] if name.unless else [name.path]
-    monkeypatch.setattr(_torch_names, "_look_up", without(*hidden))
-    try:
-        if name.is_required:
-            with pytest.raises(ImportError) as caught:
-                _torch_names.require("2.16.0", "torch 2.11 to 2.15", "Install another.")
-            first, line, last = str(caught.value).splitlines()
-            assert "torch 2.16.0" in first and "torch 2.11 to 2.15" in first and "open an issue" in last
-            assert name.shown in line and name.needed_for in line
-        else:
+def test_a_hidden_name_is_named_where_it_is_needed() -> None:
+    for name in NAMES:
+        with pytest.MonkeyPatch.context() as patch:
+            if name.feature:  # what is hidden is asked for alone: its module is not imported
+                patch.setattr(_torch_names, "NAMES", (name,))
+            patch.setattr(_torch_names, "_look_up", without(*filter(None, (name.path, name.unless))))
+            _torch_names.missing_for.cache_clear()
+            try:
+                _assert_it_is_named(name)
+            finally:
+                _torch_names.missing_for.cache_clear()
+
+
+def _assert_it_is_named(name: TorchName) -> None:
+    if name.is_required:
+        with pytest.raises(ImportError) as caught:
             _torch_names.require("2.16.0", "torch 2.11 to 2.15", "Install another.")
-        if name.feature:
-            with pytest.raises(FSDPNotImplementedError, match=re.escape(name.shown)) as refused:
-                _torch_names.need(name.feature)
-            assert name.feature in str(refused.value) and torch.__version__ in str(refused.value)
-    finally:
-        _torch_names.missing_for.cache_clear()
+        first, line, last = str(caught.value).splitlines()
+        assert "torch 2.16.0" in first and "torch 2.11 to 2.15" in first and "open an issue" in last
+        assert name.shown in line and name.needed_for in line
+    else:
+        _torch_names.require("2.16.0", "torch 2.11 to 2.15", "Install another.")
+    if name.feature:
+        with pytest.raises(FSDPNotImplementedError, match=re.escape(name.shown)) as refused:
+            _torch_names.need(name.feature)
+        assert name.feature in str(refused.value) and torch.__version__ in str(refused.value)
 
 
 def test_an_argument_that_is_gone_is_named() -> None:
