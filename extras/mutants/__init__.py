@@ -1,4 +1,4 @@
-"""Which tests would notice a fault: planted faults, the tests that run their lines, and the smallest set that finds them.
+"""Which tests would notice a fault: faults are planted, and the tests that run their lines are run until one fails.
 
 ``python -m extras.mutants`` says how.
 """

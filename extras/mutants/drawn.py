@@ -40,7 +40,7 @@ class Mutant:
     @property
     def name(self) -> str:
         """As in tables: where, and what is done."""
-        return f"{self.path}:{self.line} {self.kind}"
+        return f"{self.path}:{self.line} {self.kind}: {' '.join(self.before.split())[:60]}"
 
     def plant(self, source: bytes) -> bytes:
         """The source with the fault."""

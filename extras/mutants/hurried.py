@@ -1,4 +1,4 @@
-"""A pytest plugin for runs on a planted fault: ranks that hang are given up after `SECONDS`: ``-p extras.mutants.hurried``."""
+"""A pytest plugin for runs on a planted fault, ``-p extras.mutants.hurried``: ranks that hang are soon given up."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from extras.mutants.lines import LINE_OF_FILE, ROOT, files, read
 BATCHES_S = (10.0, 30.0, 120.0)
 """Seconds of tests in the batches of a mutant, by their times in the trace; what is beyond is not run."""
 START_S = 60.0
-TESTS_FAILED, INTERRUPTED, INTERNAL, USAGE = 1, 2, 3, 4
+TESTS_FAILED = 1
 
 
 @dataclass
@@ -57,6 +57,8 @@ class Found:
     run: int = 0
     """How many of them were run."""
     killed_by: str | None = None
+    short: bool = False
+    """Whether the short suite has killed it."""
     ended: str = ""
     """Why no test is named where it is killed: a crash of pytest, no end."""
 
@@ -88,10 +90,8 @@ def attempt(bench: Path, mutant: Mutant, tests: Sequence[str], limit: float) -> 
     path = bench / mutant.path
     source = path.read_bytes()
     path.write_bytes(mutant.plant(source))
-    report = bench / ".failed"
-    report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "extras.mutants.hurried", "-p", "no:cacheprovider"]
-    command += ["--tb=no", "--durations=0", "-o", "addopts=", f"--junitxml={report}", *tests]
+    command += ["--tb=no", "-o", "addopts=", *tests]
     environment = os.environ | {"PYTHONPATH": str(bench), "OMP_NUM_THREADS": "1"}
     try:
         run = subprocess.run(
@@ -105,7 +105,7 @@ def attempt(bench: Path, mutant: Mutant, tests: Sequence[str], limit: float) -> 
         return None, ""
     if run.returncode == TESTS_FAILED:
         lines = [line for line in run.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-        return (lines[0].split(" ")[1] if lines else "?"), ""
+        return (lines[0].split(" ", 1)[1].split(" - ")[0] if lines else "?"), ""
     return None, f"status {run.returncode}"
 
 
@@ -115,7 +115,7 @@ def judge(mutant: Mutant, trace: Trace, first: int, bench: Path, short: Callable
     found = Found(mutant, len(tests))
     chosen = [test for test in tests if short(test)]
     others = [test for test in tests if not short(test)]
-    for group in (chosen, others):
+    for group, found.short in ((chosen, True), (others, False)):
         for batch in batches(group, trace.seconds):
             limit = START_S + 6 * sum(trace.seconds[test] for test in batch)
             found.killed_by, found.ended = attempt(bench, mutant, batch, limit)

@@ -30,7 +30,7 @@ def test_it_fits_a_page() -> None:
 
 def test_it_names_the_commands_of_contributors_and_what_ci_runs() -> None:
     assert "`make train`" in README and "`make test`" in README
-    assert "exec make test" in (ROOT / ".ci" / "run").read_text()
+    assert "make test" in (ROOT / ".ci" / "run").read_text()
 
 
 def test_figures_are_those_of_the_page_about_performance() -> None:
