@@ -44,22 +44,23 @@ def main(arguments: list[str]) -> int:
         asked.folder.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "tests", "-p", "extras.mutants.lines", *asked.pytest]
         return subprocess.call(command, cwd=ROOT, env=os.environ | {"MUTANTS_LINES": str(asked.folder.resolve())})
-    short = short_suite()
+    trace, short = Trace.read(asked.folder), tests("not full")
+    trace.keep(short | tests("full"))
     with tempfile.TemporaryDirectory() as scratch:
         benches = [Path(scratch) / str(number) for number in range(asked.benches)]
         for bench in benches:
             subprocess.run(["git", "worktree", "add", "--quiet", "--detach", str(bench)], cwd=ROOT, check=True)
         try:
-            run(draw(ROOT, asked.number, asked.seed), Trace.read(asked.folder), benches, short.__contains__, asked.out)
+            run(draw(ROOT, asked.number, asked.seed), trace, benches, short.__contains__, asked.out)
         finally:
             for bench in benches:
                 subprocess.run(["git", "worktree", "remove", "--force", str(bench)], cwd=ROOT, check=True)
     return 0
 
 
-def short_suite() -> set[str]:
-    """The ids of the tests of ``make test``."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-o", "addopts=", "-m", "not full"]
+def tests(mark: str) -> set[str]:
+    """The ids of the tests with this mark, as this checkout has them."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-o", "addopts=", "-m", mark]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return {line for line in printed.splitlines() if "::" in line}
 

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,7 +18,7 @@ from extras.mutants.lines import LINE_OF_FILE, ROOT, files, read
 BATCHES_S = (10.0, 30.0, 120.0)
 """Seconds of tests in the batches of a mutant, by their times in the trace; what is beyond is not run."""
 START_S = 60.0
-TESTS_FAILED = 1
+TESTS_FAILED, NO_SUCH_TEST = 1, 4
 
 
 @dataclass
@@ -40,6 +40,10 @@ class Trace:
             if head["failed"]:
                 trace.failed.add(test)
         return trace
+
+    def keep(self, tests: Collection[str]) -> None:
+        """Forget the tests that there are not any more."""
+        self.lines = {test: lines for test, lines in self.lines.items() if test in tests}
 
     def tests_of(self, number: int) -> list[str]:
         """The tests that run this line, the most particular and shortest first."""
@@ -106,6 +110,8 @@ def attempt(bench: Path, mutant: Mutant, tests: Sequence[str], limit: float) -> 
     if run.returncode == TESTS_FAILED:
         lines = [line for line in run.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
         return (lines[0].split(" ", 1)[1].split(" - ")[0] if lines else "?"), ""
+    if run.returncode == NO_SUCH_TEST and "not found" in run.stderr + run.stdout:
+        raise RuntimeError(f"the trace is of another commit: {run.stdout[-500:]}{run.stderr[-500:]}")
     return None, f"status {run.returncode}"
 
 
