@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 import pytest
 
 TORCHS = "torch"
-"""The ``kind`` of tests on torch's FSDP1, see `tests.harness.shared.fsdp1_both`."""
+"""The ``kind`` of tests on torch's FSDP1, see `tests.fsdp1.helpers.both`."""
 FOLDERS = ("tests/multi_rank/", "tests/fsdp1/", "tests/parity/")
 """Whose tests run on ranks, and take long: half an hour with all combinations."""
 
