@@ -19,7 +19,7 @@ FILES = (
     "tests/unit/test_bits.py",
     "tests/unit/test_reference.py",
     "tests/unit/core/test_reduce.py",
-    "tests/unit/test_clip_grad.py",
+    "tests/unit/test_clip_grad_of_plain_tensors.py",
     "tests/multi_rank/combinations/test_drawn_programs.py",
     "tests/multi_rank/optimizers/test_clip_grad.py",
     "tests/multi_rank/optimizers/test_clipped_training.py",

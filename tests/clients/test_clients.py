@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.harness.clients import IMPLEMENTATION, Report, require, run_client
+from tests.clients.helpers import IMPLEMENTATION, Report, require, run_client
 
 pytestmark = pytest.mark.full
 

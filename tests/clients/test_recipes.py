@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.clients import PROGRAMS, require
+from tests.clients.helpers import PROGRAMS, require
 from tests.harness.documents import DOCS
 from tests.harness.launchers import environment, run
 

@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2.core.transport import NATIVE, VARIABLE
+from tests.compiled.helpers.models import CHECKPOINTS, multi_rank, shard_checkpointed, whole
+from tests.compiled.helpers.twins import Graphs, compiling
 from tests.harness import MODEL_CASES, ModelCase, Reference, tolerance_for
 from tests.harness.compare import SUM_ORDER
-from tests.harness.compiled.models import CHECKPOINTS, multi_rank, shard_checkpointed, whole
-from tests.harness.compiled.twins import Graphs, compiling
 from tests.harness.models import FROZEN, PARTLY_USED, TIED, TRANSFORMER, UNEVEN_MLP
 from tests.harness.parity.language import UNEVEN as LANGUAGE
 from tests.harness.training import assert_trains_like

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import fully_shard
-from tests.harness.compiled.models import (
+from tests.compiled.helpers.models import (
     WIDTH,
     batch_of,
     build,
@@ -31,7 +31,7 @@ from tests.harness.compiled.models import (
     trainable,
     whole,
 )
-from tests.harness.compiled.twins import assert_equal, assert_trains_alike, compiling, mine
+from tests.compiled.helpers.twins import assert_equal, assert_trains_alike, compiling, mine
 
 WAYS = pytest.mark.parametrize("compile", [whole, by_blocks])
 step_once = steps_of(1)

@@ -19,9 +19,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
+from tests.compiled.helpers.models import batch_of, loss_of, multi_rank, selective
+from tests.compiled.helpers.twins import Graphs, assert_trains_alike, compiling
 from tests.harness import FakeWorlds
-from tests.harness.compiled.models import batch_of, loss_of, multi_rank, selective
-from tests.harness.compiled.twins import Graphs, assert_trains_alike, compiling
 
 ROWS, WIDTH, HIDDEN = 5, 16, 22
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2 import MixedPrecisionPolicy
+from tests.compiled.helpers.models import WIDTH, build, build_parallel, parallelized, shard, whole
+from tests.compiled.helpers.twins import Exchange, compiling
 from tests.harness import FakeWorlds, others_full
-from tests.harness.compiled.models import WIDTH, build, build_parallel, parallelized, shard, whole
-from tests.harness.compiled.twins import Exchange, compiling
 from tests.harness.parity.trace import Collective, Trace, traced
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

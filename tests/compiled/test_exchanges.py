@@ -22,7 +22,7 @@ from fsdp2 import FSDPRuntimeError, MixedPrecisionPolicy, fully_shard, inference
 from fsdp2.compiled import exchanges
 from fsdp2.compiled.exchanges import GroupExchanges
 from fsdp2.features.gloo_p2p import PeerToPeer
-from tests.harness.compiled.models import (
+from tests.compiled.helpers.models import (
     WIDTH,
     batch,
     batch_of,
@@ -36,7 +36,7 @@ from tests.harness.compiled.models import (
     steps_of,
     whole,
 )
-from tests.harness.compiled.twins import assert_equal, assert_trains_alike, compiling, mine, one_backward
+from tests.compiled.helpers.twins import assert_equal, assert_trains_alike, compiling, mine, one_backward
 from tests.harness.pooling import needs_pool
 
 WAYS = pytest.mark.parametrize("compile", [whole, by_blocks])

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
+from tests.compiled.helpers.twins import compiling
 from tests.harness import FakeWorlds
-from tests.harness.compiled.twins import compiling
 
 
 class Twins(nn.Module):

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.harness.compiled.models import batch_of, build, loss_of, multi_rank, shard
-from tests.harness.compiled.twins import compiling, mine
+from tests.compiled.helpers.models import batch_of, build, loss_of, multi_rank, shard
+from tests.compiled.helpers.twins import compiling, mine
 
 TOLERANCE = 1e-5
 """Of the largest element of a tensor: small ones are differences of large ones."""

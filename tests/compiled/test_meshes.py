@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import DataParallelMeshDims, MixedPrecisionPolicy, fully_shard, set_graph_capture
-from tests.harness.compiled.models import (
+from tests.compiled.helpers.models import (
     WIDTH,
     batch_of,
     build,
@@ -23,7 +23,7 @@ from tests.harness.compiled.models import (
     shard,
     whole,
 )
-from tests.harness.compiled.twins import assert_trains_alike, compiling, one_backward
+from tests.compiled.helpers.twins import assert_trains_alike, compiling, one_backward
 from tests.harness.parity.implementation import installed_from
 from tests.harness.parity.spmd import TwoLayers, data_placements, distribute, spmd_mesh
 

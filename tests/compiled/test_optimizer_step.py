@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2
 from fsdp2 import FSDPNotImplementedError, FSDPRuntimeError, MixedPrecisionPolicy, fully_shard
-from tests.harness.compiled.models import WIDTH, batch_of, loss_of, multi_rank
-from tests.harness.compiled.twins import Graphs, assert_equal, mine
-from tests.harness.compiled.twins import compiling as compiling_models
+from tests.compiled.helpers.models import WIDTH, batch_of, loss_of, multi_rank
+from tests.compiled.helpers.twins import Graphs, assert_equal, mine
+from tests.compiled.helpers.twins import compiling as compiling_models
 
 STEPS = 4
 

@@ -13,10 +13,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2 import MixedPrecisionPolicy
+from tests.compiled.helpers.models import CHECKPOINTS, by_blocks, multi_rank, shard, shard_checkpointed, whole
+from tests.compiled.helpers.twins import Graphs, compiling
 from tests.harness import ModelCase, Reference
 from tests.harness.compare import Tolerance
-from tests.harness.compiled.models import CHECKPOINTS, by_blocks, multi_rank, shard, shard_checkpointed, whole
-from tests.harness.compiled.twins import Graphs, compiling
 from tests.harness.parity.language import EVEN, UNEVEN, data_axes, tensor_parallel, train_2d, world
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -14,8 +14,8 @@ from torch.distributed.tensor import Shard
 
 from fsdp2 import BlockShard, MixedPrecisionPolicy, RowBlocks, fully_shard
 from fsdp2.core.transport import NATIVE, VARIABLE
-from tests.harness.compiled.models import WIDTH, batch, build, by_blocks, multi_rank, shard, whole
-from tests.harness.compiled.twins import assert_trains_alike, compiling, one_backward
+from tests.compiled.helpers.models import WIDTH, batch, build, by_blocks, multi_rank, shard, whole
+from tests.compiled.helpers.twins import assert_trains_alike, compiling, one_backward
 
 
 class Partition(nn.Module):

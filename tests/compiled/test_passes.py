@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp2 import fully_shard
-from tests.harness.compiled.models import (
+from tests.compiled.helpers.models import (
     batch_of,
     build,
     build_small,
@@ -22,7 +22,7 @@ from tests.harness.compiled.models import (
     steps_of,
     whole,
 )
-from tests.harness.compiled.twins import assert_trains_alike, compiling
+from tests.compiled.helpers.twins import assert_trains_alike, compiling
 
 WAYS = pytest.mark.parametrize("compile", [whole, by_blocks])
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from tests.harness.compiled.models import WIDTH, batch, batch_of, build, by_blocks, loss_of, multi_rank, shard, whole
-from tests.harness.compiled.twins import assert_equal, assert_trains_alike, compiling, mine, one_backward
+from tests.compiled.helpers.models import WIDTH, batch, batch_of, build, by_blocks, loss_of, multi_rank, shard, whole
+from tests.compiled.helpers.twins import assert_equal, assert_trains_alike, compiling, mine, one_backward
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, Owned, fully_shard
 from fsdp2.compat.fsdp1 import comm_hooks
-from tests.harness.compiled.models import WIDTH, batch, batch_of, build, multi_rank, rank, shard, steps_of, whole
-from tests.harness.compiled.twins import assert_equal, assert_trains_alike, compiling, mine, one_backward
+from tests.compiled.helpers.models import WIDTH, batch, batch_of, build, multi_rank, rank, shard, steps_of, whole
+from tests.compiled.helpers.twins import assert_equal, assert_trains_alike, compiling, mine, one_backward
 from tests.harness.parity.custom_collectives import custom_all_gather, custom_reduce_scatter
 
 

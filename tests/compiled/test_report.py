@@ -11,9 +11,9 @@ from torch import nn
 
 import fsdp2
 from fsdp2 import fully_shard
+from tests.compiled.helpers.models import batch, build, shard
+from tests.compiled.helpers.twins import compiling
 from tests.harness import FakeWorlds
-from tests.harness.compiled.models import batch, build, shard
-from tests.harness.compiled.twins import compiling
 
 
 def inputs() -> torch.Tensor:

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import MixedPrecisionPolicy
 from fsdp2.core.transport import NATIVE, VARIABLE
-from tests.harness.compiled.models import batch, build, by_blocks, by_method, multi_rank, shard, whole
-from tests.harness.compiled.twins import assert_trains_alike, compiling, one_backward
+from tests.compiled.helpers.models import batch, build, by_blocks, by_method, multi_rank, shard, whole
+from tests.compiled.helpers.twins import assert_trains_alike, compiling, one_backward
 
 
 @multi_rank(2, full=[4])  # 10 s; meshes run on four

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.browser import Page, find_browser
+from tests.docs.helpers import Page, find_browser
 from tests.harness.documents import DOCS, ROOT
 
 pytestmark = pytest.mark.full

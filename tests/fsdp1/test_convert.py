@@ -19,8 +19,7 @@ from fsdp2 import FSDPValueError, fully_shard
 from fsdp2.compat.fsdp1 import convert as converter
 from fsdp2.compat.fsdp1.convert import Wrapping, convert, main, rank_files, units_named
 from fsdp2.compat.fsdp1.flat_checkpoints import write_model
-from tests.harness import WorkerPools
-from tests.harness.shared.fsdp1_flat import (
+from tests.fsdp1.helpers.flat import (
     OPTIMIZERS,
     full_state_dict,
     load_local_state_dict,
@@ -31,9 +30,10 @@ from tests.harness.shared.fsdp1_flat import (
     train,
     wrap_with_torch,
 )
+from tests.harness import WorkerPools
 
-MODEL = "tests.harness.shared.fsdp1_flat:meta_tower"
-UNITS = "tests.harness.shared.fsdp1_flat:tower_units"
+MODEL = "tests.fsdp1.helpers.flat:meta_tower"
+UNITS = "tests.fsdp1.helpers.flat:tower_units"
 WRAPPING = ("--model", MODEL, "--units", UNITS, "--ignored", "ignored")
 
 

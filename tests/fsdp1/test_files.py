@@ -1,7 +1,7 @@
 """Checkpoints that torch 2.11, 2.13 and 2.15 wrote under their own FSDP1 load here, whichever torch is installed.
 
 What is loaded is compared, bit by bit, with what FSDP1 held when it saved, and with the plain model of the same
-training; then both go on. `tests/harness/shared/fsdp1_files.py` says what the files are, and writes them.
+training; then both go on. `tests/fsdp1/helpers/files.py` says what the files are, and writes them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from torch import Tensor
 
 from fsdp2.compat.fsdp1 import FullyShardedDataParallel, StateDictType, flat_optim_state_dict_to_load
 from fsdp2.compat.fsdp1.convert import main
-from tests.harness import multi_rank
-from tests.harness.shared.fsdp1_files import (
+from tests.fsdp1.helpers.files import (
     FORMS,
     RANKS,
     STEPS,
@@ -29,14 +28,15 @@ from tests.harness.shared.fsdp1_files import (
     unpack,
     wrapped_tower,
 )
-from tests.harness.shared.fsdp1_flat import OPTIMIZERS, quiet, tower, train
+from tests.fsdp1.helpers.flat import OPTIMIZERS, quiet, tower, train
+from tests.harness import multi_rank
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of torch, about itself
 VERSIONS = {archive.name.removeprefix("torch-").removesuffix(".tar.xz"): archive for archive in archives()}
 KINDS = ("FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT")
 WRAPPING = (
-    *("--model", "tests.harness.shared.fsdp1_flat:meta_tower"),
-    *("--units", "tests.harness.shared.fsdp1_flat:tower_units", "--ignored", "ignored"),
+    *("--model", "tests.fsdp1.helpers.flat:meta_tower"),
+    *("--units", "tests.fsdp1.helpers.flat:tower_units", "--ignored", "ignored"),
 )
 
 

@@ -22,8 +22,7 @@ from fsdp2.compat.fsdp1.flat_checkpoints import (
     write_optimizer,
 )
 from fsdp2.compat.fsdp1.layout import FlatLayout, ParamEntry, UnitEntries, lay_out, units_of
-from tests.harness import multi_rank
-from tests.harness.shared.fsdp1_flat import (
+from tests.fsdp1.helpers.flat import (
     OPTIMIZERS,
     full_state_dict,
     load_local_state_dict,
@@ -34,6 +33,7 @@ from tests.harness.shared.fsdp1_flat import (
     train,
     wrap_with_torch,
 )
+from tests.harness import multi_rank
 
 
 def layout_of(

@@ -19,14 +19,14 @@ from fsdp2.compat.fsdp1.layout import (
     lay_out,
     units_of,
 )
-from tests.harness import FakeWorlds
-from tests.harness.shared.fsdp1_flat import (
+from tests.fsdp1.helpers.flat import (
     checkpointed,
     flat_units_of_torch,
     tower,
     tower_units,
     wrap_with_torch,
 )
+from tests.harness import FakeWorlds
 
 Built = tuple[nn.Module, list[nn.Module], dict[str, Any]]
 """A model, its units bottom-up, and arguments for torch's FSDP1."""

@@ -23,9 +23,7 @@ from fsdp2.compat.fsdp1 import (
     flat_optim_state_dict,
     flat_optim_state_dict_to_load,
 )
-from tests.harness import FakeWorlds, multi_rank
-from tests.harness.models import UNEVEN_MLP
-from tests.harness.shared.fsdp1_flat import (
+from tests.fsdp1.helpers.flat import (
     OPTIMIZERS,
     flat_units_of_torch,
     local_state_dict,
@@ -35,6 +33,8 @@ from tests.harness.shared.fsdp1_flat import (
     train,
     wrap_with_torch,
 )
+from tests.harness import FakeWorlds, multi_rank
+from tests.harness.models import UNEVEN_MLP
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of torch, about itself
 LOCAL = StateDictType.LOCAL_STATE_DICT

@@ -15,9 +15,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from fsdp2 import FSDPNotImplementedError, FSDPRuntimeError
 from fsdp2.compat.fsdp1 import FullyShardedDataParallel, ModuleWrapPolicy, ShardingStrategy, StateDictType
+from tests.fsdp1.helpers.models import Block, blocks
 from tests.harness import multi_rank
 from tests.harness.models import UNEVEN_MLP
-from tests.harness.shared.fsdp1_models import Block, blocks
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of torch, about itself
 LOCAL = StateDictType.LOCAL_STATE_DICT

@@ -14,10 +14,10 @@ from torch import nn
 
 from fsdp2.compat import fsdp1
 from fsdp2.compat.fsdp1 import comm_hooks, policies
+from tests.fsdp1.helpers import api
+from tests.fsdp1.helpers.both import CPU, class_of
 from tests.harness import FakeWorlds
 from tests.harness.parity_table import TESTS, rows
-from tests.harness.shared import fsdp1_api
-from tests.harness.shared.fsdp1_both import CPU, class_of
 from tests.harness.torch_api import assert_takes_the_same
 
 DOCUMENT = TESTS.parent / "docs" / "parity-fsdp1.md"
@@ -41,8 +41,8 @@ def theirs(simulate: FakeWorlds) -> Any:
 
 
 def offered(instance: Any) -> set[str]:
-    attributes = (*fsdp1_api.attributes(instance), "sharding_strategy")
-    return {*fsdp1_api.items(), *(f"{WRAPPER}.{name}" for name in attributes)}
+    attributes = (*api.attributes(instance), "sharding_strategy")
+    return {*api.items(), *(f"{WRAPPER}.{name}" for name in attributes)}
 
 
 def told() -> set[str]:
@@ -104,7 +104,7 @@ def ours_of(name: str) -> Any:
 
 
 def test_every_name_is_offered_here() -> None:
-    for name in fsdp1_api.public_names():
+    for name in api.public_names():
         assert ours_of(name) is not None, name
 
 
@@ -121,7 +121,7 @@ def test_methods_take_the_same(method: str) -> None:
 
 FUNCTIONS = {
     name: value
-    for name, value in fsdp1_api.public_names().items()
+    for name, value in api.public_names().items()
     if (inspect.isfunction(value) or name in ("CustomPolicy", "ModuleWrapPolicy", "DefaultState", "LowPrecisionState"))
 }
 

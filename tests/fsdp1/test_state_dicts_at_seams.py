@@ -26,9 +26,9 @@ from fsdp2.compat.fsdp1 import (
     flat_optim_state_dict,
     flat_optim_state_dict_to_load,
 )
+from tests.fsdp1.helpers.both import both, class_of
+from tests.fsdp1.helpers.models import Block, blocks
 from tests.harness import multi_rank
-from tests.harness.shared.fsdp1_both import both, class_of
-from tests.harness.shared.fsdp1_models import Block, blocks
 
 FULL = StateDictType.FULL_STATE_DICT
 ON_FIRST = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)

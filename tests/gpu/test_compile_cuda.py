@@ -11,8 +11,8 @@ from torch import nn
 
 import fsdp2
 from fsdp2 import fully_shard
+from tests.gpu.helpers import NEEDS_CUDA, shard
 from tests.harness.compare import Tolerance
-from tests.harness.cuda import NEEDS_CUDA, shard
 from tests.harness.models import MODEL_CASES, TRANSFORMER, ModelCase
 from tests.harness.reference import Reference, adamw
 from tests.harness.training import assert_trains_like

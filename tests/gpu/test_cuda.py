@@ -22,8 +22,8 @@ from fsdp2 import (
 )
 from fsdp2.checkpoint import Checkpoints
 from fsdp2.core.streams import Wait
+from tests.gpu.helpers import NEEDS_CUDA, shard
 from tests.harness.compare import SUM_ORDER
-from tests.harness.cuda import NEEDS_CUDA, shard
 from tests.harness.internals import allocated_bytes, groups_of
 from tests.harness.jitter import jittering
 from tests.harness.models import MODEL_CASES, TRANSFORMER, Batch, ModelCase

@@ -9,7 +9,7 @@ from torch import nn
 
 import fsdp2
 from fsdp2 import fully_shard
-from tests.harness.cuda import NEEDS_CUDA
+from tests.gpu.helpers import NEEDS_CUDA
 
 pytestmark = NEEDS_CUDA
 

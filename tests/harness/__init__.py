@@ -15,8 +15,9 @@ A test on every rank, against the reference:
 Where to look: `multi_rank` (the decorator), `pool` and `worker` (the processes behind it), `messages` (what they
 say), `report` (failures), `device` (ranks on one GPU), `fake` (simulated ranks), `models`, `reference`, `compare`,
 `training`.
-Folders: `shared` (what the tests of one behaviour share), `parity` and `compiled` (what the tests in the folders of
-these names share), `recording` (steps on streams), `drawn` and `mixed` (programs drawn from seeds).
+Folders: `shared` (what the tests of several folders share), `parity` (programs that run on torch's implementation too),
+`recording` (steps on streams), `drawn` and `mixed` (programs drawn from seeds). What one folder of tests uses alone is
+`helpers` beside them.
 """
 
 from tests.harness.compare import (

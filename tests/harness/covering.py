@@ -20,7 +20,7 @@ RANKS = "world_size"
 SEED = "seed"
 SHORT_SEEDS = 8
 TORCHS = "torch"
-"""The ``kind`` of tests on torch's FSDP1, see `tests.harness.shared.fsdp1_both`."""
+"""The ``kind`` of tests on torch's FSDP1, see `tests.fsdp1.helpers.both`."""
 
 
 def covering(combinations: Sequence[Mapping[str, Hashable]], together: int = 1) -> list[int]:

@@ -1,6 +1,6 @@
 """Both implementations run the same programs; traces of collectives are compared."""
 
-from tests.harness.parity.on_threads import ON_THREADS
+from tests.parity.helpers.on_threads import ON_THREADS
 
 __all__ = ["ENVIRONMENT", "ON_THREADS"]
 

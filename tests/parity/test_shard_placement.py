@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from tests.harness import Reference, assert_same, full_parameters, multi_rank
 from tests.harness.models import MLP, TRANSFORMER, UNEVEN_MLP, Batch, ModelCase
 from tests.harness.parity.custom_collectives import custom_all_gather, custom_reduce_scatter
-from tests.harness.parity.experts import EXPERTS, place_experts
 from tests.harness.parity.implementation import API, beyond_torch
 from tests.harness.parity.programs import TOWER, loss_on, mesh_of, shard, train
 from tests.harness.parity.trace import GATHER, REDUCE, SCATTER, traced
+from tests.parity.helpers.experts import EXPERTS, place_experts
 
 
 def last_dim(parameter: nn.Parameter) -> Shard | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -167,26 +168,36 @@ def _is_docstring(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
-def test_tests_import_helpers_from_the_harness_and_never_from_tests() -> None:
-    """So that a test can be moved, renamed or deleted by itself, and a helper is looked for in one place."""
+def test_tests_import_helpers_and_never_tests() -> None:
+    """From the harness or from `helpers` beside them: so a test can be moved, renamed or deleted by itself."""
     found = {}
     for path in sorted((ROOT / "tests").rglob("*.py")):
+        folder = ".".join(path.relative_to(ROOT).parent.parts)
         for name in imports(parse(path)):
             parts = name.split(".")
-            if parts[0] == "tests" and any(part.startswith("test_") for part in parts):
+            beside = parts[: parts.index("helpers")] if "helpers" in parts else None
+            far = beside is not None and not f"{folder}.".startswith(".".join(beside) + ".")
+            if parts[0] == "tests" and (far or any(part.startswith("test_") for part in parts)):
                 found[str(path.relative_to(ROOT))] = name
     assert found == {}
 
 
-def test_folders_of_tests_hold_tests_alone() -> None:
+def test_folders_of_tests_hold_tests_and_their_helpers_alone() -> None:
     """Programs that tests start in a process of their own stand beside them, each named here."""
     programs = {f"tests/programs/{each}.py" for each in ("hidden_names", "ranks_that_fail", "without_features")}
     tests = ROOT / "tests"
     for folder in {path.parent for path in tests.rglob("test_*.py")}:
         files = {path for path in folder.glob("*.py") if not path.name.startswith("test_")}
-        others = {path for path in files if path.name not in ("conftest.py", "__init__.py")}
+        others = {path for path in files if path.name not in ("conftest.py", "__init__.py", "helpers.py")}
         assert {path.relative_to(ROOT).as_posix() for path in others} <= programs
-    assert not [path for path in (tests / "harness").rglob("test_*.py")]
+    helpers = [path for path in tests.rglob("test_*.py") if {"harness", "helpers"} & {*path.relative_to(tests).parts}]
+    assert not helpers
+
+
+def test_no_two_files_of_tests_share_a_name() -> None:
+    """A name says the behaviour: two of one name are one file, or one of them says too little."""
+    counts = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in counts.items() if count > 1] == []
 
 
 def test_public_surface_is_documented() -> None:

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import doctest
-import gc
-
-import pytest
 
 import fsdp2.features.watchdog.orders as orders
-from fsdp2.core import places
-from fsdp2.core.places import PLACE, Order, label
-from fsdp2.errors import FSDPRuntimeError
+from fsdp2.core.places import Order, label
 from fsdp2.features.watchdog.orders import Published, difference
 
 A, B, A_OF_OTHER_SIZES = label("the gather of 'a'", "1"), label("the gather of 'b'"), label("the gather of 'a'", "2")
@@ -44,23 +39,3 @@ def test_far_behind_only_marks_tell() -> None:
     assert difference({0: published(*ahead), 1: published(*[A] * 2000)}) == ""
     found = difference({0: published(*ahead), 1: published(*behind, *[A] * 1200)})
     assert found == "ranks 0 and 1 have begun different exchanges, before exchange 1984 of their group."
-
-
-def test_nothing_begins_before_it_was_raised_that_ranks_differ() -> None:
-    PLACE.stopped = "they differ"
-    order = Order()
-    with pytest.raises(FSDPRuntimeError, match=r"^they differ$"):
-        order.begin(A)
-    order.begin(A)
-    assert order.begun == 1
-
-
-def test_labels_of_details_are_forgotten_with_whoever_has_them() -> None:
-    """A scale may be another one in each step, for ever. Who has a label finds it by its bits."""
-    before = len(places._DETAILED)
-    kept = [label("the reduction of 'a'", f"scale {step}") for step in range(100)][-1]
-    gc.collect()
-    assert len(places._DETAILED) <= before + 1
-    assert (
-        places.label_of_bits(kept.bits) == "the reduction of 'a'" and label("the reduction of 'a'", "scale 99") is kept
-    )

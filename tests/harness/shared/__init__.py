@@ -1,1 +1,1 @@
-"""What the tests of one behaviour share: models to shard, how they are trained, and what is compared of them."""
+"""What the tests of several behaviours share: models to shard, how they are trained, and what is compared of them."""

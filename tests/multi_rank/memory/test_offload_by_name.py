@@ -1,7 +1,7 @@
 """`offload_policy` by names of parameters and as a function, and `cpu_offload_by_budget`.
 
 On CPU all memory is the host's, so where a parameter rests is read off its group. What a group in host memory copies
-and waits for on a device is tested on the recording device (`tests/fake_pg/test_streams.py`), as for one policy.
+and waits for on a device is tested on the recording device (`tests/fake_pg/test_stream_races.py`), as for one policy.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from tests.harness import Reference, adamw, assert_trains_like, multi_rank, tole
 from tests.harness.compare import SUM_ORDER, assert_same
 from tests.harness.compare import full_parameters as gathered
 from tests.harness.pool import WorkerPools
-from tests.harness.shared.merged_rows import MIXTURE, sharded, train, trained
+from tests.multi_rank.placements.helpers.merged_rows import MIXTURE, sharded, train, trained
 
 STEPS = 2
 

@@ -25,7 +25,7 @@ from fsdp2 import RaggedDTensor, fully_shard
 from tests.harness import Reference, adamw, assert_trains_like, multi_rank, others_full, tolerance_for
 from tests.harness.compare import SUM_ORDER, assert_same, full_parameters
 from tests.harness.pool import WorkerPools
-from tests.harness.shared.row_blocks import BLOCKY, sharded, train, trained
+from tests.multi_rank.placements.helpers.row_blocks import BLOCKY, sharded, train, trained
 
 STEPS = 2
 

@@ -33,7 +33,8 @@ from fsdp2 import (
 from tests.harness import Accumulation, Reference, adamw, multi_rank, others_full
 from tests.harness.compare import SUM_ORDER, Tolerance, assert_same, full_parameters, tolerance_for
 from tests.harness.parity.extensions import Wrapped
-from tests.harness.shared.row_blocks import (
+from tests.harness.training import assert_trains_like
+from tests.multi_rank.placements.helpers.row_blocks import (
     BLOCK_ROWS,
     BLOCKY,
     assert_no_block_is_cut,
@@ -43,7 +44,6 @@ from tests.harness.shared.row_blocks import (
     train,
     trained,
 )
-from tests.harness.training import assert_trains_like
 
 ROUNDED = Tolerance(1e-5, 1e-6, "vector and scalar code of fused optimizers round otherwise, as the cut decides")
 BF16 = Tolerance(0.1, 2e-2, "bf16, whose rounding differs with the order of sums")

@@ -27,7 +27,10 @@ from fsdp2.optim.guard import GUARD
 from tests.harness import multi_rank
 from tests.harness.compare import SUM_ORDER, Tolerance
 from tests.harness.models import TIED, TRANSFORMER, UNEVEN_MLP
-from tests.harness.shared.caching import (
+from tests.harness.shared.optimizers import sgd
+from tests.harness.shared.strategies import HOW, reference_for, train
+from tests.harness.shared.training import CASE, loss_on, trainable
+from tests.multi_rank.precision.helpers import (
     CACHED,
     HALF,
     MICROBATCHES,
@@ -40,9 +43,6 @@ from tests.harness.shared.caching import (
     microbatch,
     shard,
 )
-from tests.harness.shared.optimizers import sgd
-from tests.harness.shared.strategies import HOW, reference_for, train
-from tests.harness.shared.training import CASE, loss_on, trainable
 
 ROUNDED = Tolerance(0.05, 0.02, "a sum in another order is rounded to another bfloat16 parameter")
 

@@ -13,7 +13,9 @@ from torch.distributed.tensor import distribute_tensor
 from fsdp2 import CPUOffloadPolicy, Owned, fully_shard, step_on_owners
 from fsdp2.optim.guard import GUARD
 from tests.harness import multi_rank
-from tests.harness.shared.caching import (
+from tests.harness.shared.optimizers import adamw_for_loop, adamw_foreach, adamw_fused, local_like, sgd
+from tests.harness.shared.training import CASE, loss_on, trainable
+from tests.multi_rank.precision.helpers import (
     CACHED,
     MICROBATCHES,
     PLAIN,
@@ -24,8 +26,6 @@ from tests.harness.shared.caching import (
     microbatch,
     shard,
 )
-from tests.harness.shared.optimizers import adamw_for_loop, adamw_foreach, adamw_fused, local_like, sgd
-from tests.harness.shared.training import CASE, loss_on, trainable
 
 # ---- writes between microbatches --------------------------------------------------------------------
 

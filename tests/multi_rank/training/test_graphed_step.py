@@ -1,6 +1,6 @@
 """`fsdp2.make_graphed_step` on gloo ranks, where in the place of a replay the step runs again, on the arguments of the
-recording: what goes in and comes out, what is refused, and on which ranks. (`tests/fake_pg/test_graphed_step.py` has
-what is launched, `tests/gpu` the graphs.)"""
+recording: what goes in and comes out, what is refused, and on which ranks. (What is launched is
+in `tests/fake_pg/test_graphed_step_launches.py`, the graphs in `tests/gpu`.)"""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from fsdp2.features.reshard_to_fewer import layout_over
 from tests.harness import fake_world
 from tests.harness.counting import Kernels
 from tests.harness.internals import allocated_bytes, groups_of, shard_buffers, unsharded_bytes
-from tests.harness.shared.gathers import (
+from tests.unit.core.helpers import (
     CPU,
     FULL,
     HALF,

@@ -14,7 +14,7 @@ from fsdp2.core.layout import DIRECT_ALIGNMENT_BYTES, BufferLayout, GradientLayo
 from fsdp2.core.plan import GatherPlan, GroupPlan, ParamPlan
 from fsdp2.core.sharding import Partition
 from fsdp2.features.reshard_to_fewer import layout_over
-from tests.harness.shared.gathers import CPU, FULL, HALF, FreshMemory, exchange, sources_of
+from tests.unit.core.helpers import CPU, FULL, HALF, FreshMemory, exchange, sources_of
 
 
 def owned(shape: Sequence[int], owner: int, order: tuple[int, ...] = ()) -> Partition:

@@ -22,9 +22,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from fsdp2 import FSDPValueError
 from fsdp2.compat.fsdp1 import FullyShardedDataParallel, ModuleWrapPolicy, ShardingStrategy, StateDictType
+from tests.fsdp1.helpers.models import Block, blocks
 from tests.harness import Reference, adamw, assert_trains_like, multi_rank
 from tests.harness.models import UNEVEN_MLP
-from tests.harness.shared.fsdp1_models import Block, blocks
 
 
 def steps(model: Any, optimizer: torch.optim.Optimizer, count: int, ranks: int | None = None) -> list[float]:

@@ -10,7 +10,10 @@ from tests.harness.parity.implementation import IS_TORCH
 from tests.harness.threads import OnThreads
 
 OFTEN = {
-    "test_around": ("test_without_new_init_that_leaves_the_new_one_uninitialized", "test_a_mesh_of_one_rank_trains_*"),
+    "test_managed_modules": (
+        "test_without_new_init_that_leaves_the_new_one_uninitialized",
+        "test_a_mesh_of_one_rank_trains_*",
+    ),
     "test_communication_control": (
         "test_memory_of_the_process_group_which_gloo_does_not_have",
         "test_that_process_group_has_the_ranks_of_the_shard_axis",
@@ -23,15 +26,15 @@ OFTEN = {
         "test_the_optimizer_steps_in_backward",
         "test_two_roots_with_interleaved_forwards_and_backwards",
     ),
-    "test_conversions": ("test_to_empty_then_loading", "test_the_state_dict_holds_the_sharded_parameters_*"),
-    "test_errors": ("test_a_tensor_parallel_parameter_on_a_mesh_*",),
+    "test_outside_of_training": ("test_to_empty_then_loading", "test_the_state_dict_holds_the_sharded_parameters_*"),
+    "test_torchs_errors": ("test_a_tensor_parallel_parameter_on_a_mesh_*",),
     "test_extensions": ("test_param_dtype_is_handed_to_the_extension",),
     "test_finalization": ("test_the_gradients_are_there_after_the_wait", "test_under_hsdp"),
     "test_hsdp": (
         "test_accumulation_with_only_reduce_scatter_reduces_across_replicas_once",
         "test_optimizer_state_is_sharded_alike_and_clipping_uses_the_global_norm",
     ),
-    "test_interplay": ("test_two_meshes_with_an_int_reshard",),
+    "test_settings_together": ("test_two_meshes_with_an_int_reshard",),
     "test_many_axes": ("test_the_data_axis_may_come_last",),
     "test_mixed_precision": ("test_gradients_without_sync_accumulate_in_reduce_dtype",),
     "test_module_list": ("test_forwards_of_varying_parts",),

@@ -28,10 +28,7 @@ from fsdp2.compat.fsdp1 import (
     policies,
 )
 from fsdp2.compat.fsdp1.config import TrainingState
-from tests.harness import Accumulation, Reference, multi_rank
-from tests.harness.compare import assert_same
-from tests.harness.models import UNEVEN_MLP
-from tests.harness.shared.fsdp1_both import (
+from tests.fsdp1.helpers.both import (
     CPU,
     SUMS,
     backward,
@@ -44,6 +41,9 @@ from tests.harness.shared.fsdp1_both import (
     whole_weights,
     wrapped,
 )
+from tests.harness import Accumulation, Reference, multi_rank
+from tests.harness.compare import assert_same
+from tests.harness.models import UNEVEN_MLP
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of torch, about itself
 

@@ -475,13 +475,13 @@ def test_every_reason_that_is_given_is_one(scenario: str) -> None:
 
 NO_RACE = {
     ("reduce", "reduce", "retire_reduces"),  # the same: there it is make_room
-    ("root", "recover_if_failed", "drop_reduces"),  # so that nothing is delivered later; see test_what_meets
+    ("root", "recover_if_failed", "drop_reduces"),  # so that nothing is delivered later; see test_features_together
     ("group", "_prepare_anew", "finish_reduces"),  # so that buckets keep what waits in them; see test_recovery
     ("group", "_adopt_toggled", "finish_reduces"),  # the same
     ("grad_sinks", "backward", "finish_reduces"),  # the same buffer, and the order of sums; see test_waiting_gradients
     ("entry", "_prepare_state", "gathers_follow_compute"),  # as in `join`; graphs are not recorded, see test_exchanges
     ("staging", "_copy", "block_host"),  # a thread reads on the host what was copied there; see gpu/test_cuda.py
-    ("root", "_end_iteration", "end_step"),  # ends the capture of a graph; see test_memory_pool
+    ("root", "_end_iteration", "end_step"),  # ends the capture of a graph; see test_memory_pool_allocations
 }
 """Calls that wait for another reason than a race between streams: file, function and method."""
 

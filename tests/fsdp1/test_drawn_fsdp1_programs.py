@@ -9,8 +9,8 @@ import os
 
 import pytest
 
+from tests.fsdp1.helpers.drawn import KINDS, POLICIES, draw, run
 from tests.harness import EXACT, multi_rank
-from tests.harness.shared.fsdp1_drawn import KINDS, POLICIES, draw, run
 
 BATCH = 5
 SHORT = {2: range(20), 4: range(10)}

@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2.compat.fsdp1 import ModuleWrapPolicy, ShardedStateDictConfig, ShardingStrategy, StateDictType, policies
 from fsdp2.compat.fsdp1.config import TrainingState
+from tests.fsdp1.helpers.both import backward, both, class_of, wrapped
 from tests.harness import multi_rank
 from tests.harness.models import UNEVEN_MLP
-from tests.harness.shared.fsdp1_both import backward, both, class_of, wrapped
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of torch, about itself
 

@@ -1,6 +1,6 @@
 """Checkpoints of torch's own FSDP1, kept for the versions of torch that will not have it, or write it otherwise.
 
-``python -m tests.harness.shared.fsdp1_files`` writes ``tests/fsdp1/files/torch-<version>.tar.xz`` with the installed
+``python -m tests.fsdp1.helpers.files`` writes ``tests/fsdp1/files/torch-<version>.tar.xz`` with the installed
 torch: two ranks of gloo train a small model for two steps under each optimizer and form, and save what they hold:
 
     <optimizer>/<form>/full.pt           FULL state dicts of the model and of the optimizer, on rank 0
@@ -25,8 +25,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor, nn
 
-from tests.harness.compare import gather
-from tests.harness.shared.fsdp1_flat import (
+from tests.fsdp1.helpers.flat import (
     OPTIMIZERS,
     local_state_dict,
     quiet,
@@ -36,8 +35,9 @@ from tests.harness.shared.fsdp1_flat import (
     train,
     wrap_units,
 )
+from tests.harness.compare import gather
 
-FILES = Path(__file__).resolve().parents[2] / "fsdp1" / "files"
+FILES = Path(__file__).resolve().parents[1] / "files"
 FORMS = {"flat": False, "original": True}
 """``use_orig_params`` by the folder's name."""
 RANKS, STEPS = 2, 2

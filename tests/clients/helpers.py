@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-PROGRAMS = Path(__file__).parents[1] / "clients" / "programs"
+PROGRAMS = Path(__file__).parent / "programs"
 TIMEOUT_S = 300.0
 # The programs are written for torch: `IMPLEMENTATION=torch make test-clients` runs them without the swap, so that a
 # failure can be told from a program that is wrong.

@@ -15,10 +15,10 @@ from tests.harness import Accumulation, Reference, assert_same, full_parameters,
 from tests.harness.compare import SUM_ORDER
 from tests.harness.models import TRANSFORMER, UNEVEN_MLP, ModelCase
 from tests.harness.parity.custom_collectives import custom_all_gather, custom_reduce_scatter
-from tests.harness.parity.experts import EXPERTS, place_experts
 from tests.harness.parity.implementation import API, beyond_torch
 from tests.harness.parity.programs import ROOTED, SIZES, TOWER, WIDTH, is_sharded, loss_on, mesh_of, shard, train
 from tests.harness.parity.trace import GATHER, traced
+from tests.parity.helpers.experts import EXPERTS, place_experts
 
 BF16, FP32 = torch.bfloat16, torch.float32
 PRECISION = {"param_dtype": BF16, "reduce_dtype": FP32}

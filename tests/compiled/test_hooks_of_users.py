@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp2 import fully_shard
-from tests.harness.compiled.models import build_small, by_blocks, by_method, multi_rank, shard, steps_of, whole
-from tests.harness.compiled.twins import assert_trains_alike, compiling
+from tests.compiled.helpers.models import build_small, by_blocks, by_method, multi_rank, shard, steps_of, whole
+from tests.compiled.helpers.twins import assert_trains_alike, compiling
 
 WAYS = pytest.mark.parametrize("compile", [whole, by_method, by_blocks])
 

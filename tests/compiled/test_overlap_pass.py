@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import _torch_compiler, fully_shard
 from fsdp2.compiled.overlap import overlap
+from tests.compiled.helpers.twins import assert_trains_alike, compiling, one_backward
 from tests.harness import FakeWorlds, multi_rank
-from tests.harness.compiled.twins import assert_trains_alike, compiling, one_backward
 
 WIDTH = 16
 SHORT = {

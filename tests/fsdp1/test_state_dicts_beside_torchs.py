@@ -23,10 +23,7 @@ from fsdp2.compat.fsdp1 import (
     StateDictSettings,
     StateDictType,
 )
-from tests.harness import Reference, multi_rank
-from tests.harness.compare import assert_same
-from tests.harness.models import UNEVEN_MLP
-from tests.harness.shared.fsdp1_both import (
+from tests.fsdp1.helpers.both import (
     SUMS,
     backward,
     both,
@@ -35,6 +32,9 @@ from tests.harness.shared.fsdp1_both import (
     whole_weights,
     wrapped,
 )
+from tests.harness import Reference, multi_rank
+from tests.harness.compare import assert_same
+from tests.harness.models import UNEVEN_MLP
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of torch, about itself
 

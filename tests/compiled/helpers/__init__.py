@@ -1,0 +1,1 @@
+"""What compiled models are trained on, and their eager twins."""

@@ -1,0 +1,1 @@
+"""Models, programs and files of FSDP1, which the tests of this folder share."""

@@ -1,1 +1,0 @@
-"""What the tests of `torch.compile` share: models, and their training beside eager twins."""

@@ -1,0 +1,1 @@
+"""What the tests of this folder share beside `tests.harness.parity`."""
