@@ -156,5 +156,5 @@ def sites(root: Path, folders: tuple[str, ...] = FOLDERS) -> Iterator[Mutant]:
 
 
 def draw(root: Path, number: int, seed: int = 0) -> list[Mutant]:
-    """So many of them; the same for one source and one seed."""
-    return sorted(random.Random(seed).sample(list(sites(root)), number))
+    """So many of them in a random order, so that the first ones are drawn as well; the same for one source and seed."""
+    return random.Random(seed).sample(list(sites(root)), number)

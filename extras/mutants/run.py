@@ -15,8 +15,8 @@ from queue import Queue
 from extras.mutants.drawn import Mutant
 from extras.mutants.lines import LINE_OF_FILE, ROOT, files, read
 
-BATCHES_S = (10.0, 30.0, 120.0)
-"""Seconds of tests in the batches of a mutant, by their times in the trace; what is beyond is not run."""
+BATCHES = ((5.0, 25), (15.0, 100), (40.0, 300), (120.0, 600))
+"""Seconds, by the trace, and tests in the batches of a mutant; what is beyond is not run."""
 START_S = 60.0
 TESTS_FAILED, NO_SUCH_TEST = 1, 4
 
@@ -77,12 +77,12 @@ def numbers(root: Path) -> dict[str, int]:
 
 
 def batches(tests: Sequence[str], seconds: Mapping[str, float]) -> Iterator[list[str]]:
-    """``tests`` in turns of `BATCHES_S`."""
+    """``tests`` in turns of `BATCHES`."""
     left = list(tests)
-    for limit in BATCHES_S:
+    for limit, number in BATCHES:
         batch: list[str] = []
         spent = 0.0
-        while left and spent < limit and len(batch) < 400:
+        while left and spent < limit and len(batch) < number:
             batch.append(left.pop(0))
             spent += seconds[batch[-1]]
         if batch:
