@@ -1,4 +1,4 @@
-"""`fsdp2.explain`: texts as a user reads them, advice where it applies and where not, JSON and the page."""
+"""`fsdp2.explain`: texts as a user reads them, advice where it applies and where not, JSON."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -340,7 +339,7 @@ def test_modules_that_did_not_run(simulate: FakeWorlds) -> None:
     assert (advice.kind, advice.where) == ("not-reached", ("blocks.1", "blocks.2"))
 
 
-# ---- JSON, the page, other ways to look ------------------------------------------------------------------
+# ---- JSON, other ways to look ----------------------------------------------------------------------------
 
 
 def test_json(simulate: FakeWorlds) -> None:
@@ -355,66 +354,12 @@ def test_json(simulate: FakeWorlds) -> None:
     assert sum(each["inside_bytes"] for each in read["exchanges"]) == sum(e.inside_bytes for e in facts.exchanges)
 
 
-class _Page(HTMLParser):
-    """What a page refers to, its rectangles, and whether all that is opened is closed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.references: list[str] = []
-        self.rectangles: list[dict[str, str | None]] = []
-        self.open: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.references += [value or "" for name, value in attrs if name in ("src", "href")]
-        if tag == "rect":
-            self.rectangles.append(dict(attrs))
-        if tag != "meta":
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag == "rect":
-            self.rectangles.append(dict(attrs))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
-def test_the_page_stands_alone(simulate: FakeWorlds, tmp_path: Path) -> None:
-    simulate(8, rank=2)
-    model = LM(width=256, words=51)
-    model.blocks[0].__class__ = type("A<b>", (type(model.blocks[0]),), {})
-    path = fsdp2.explain(sharded(model, mp_policy=MIXED)).to_html(tmp_path / "page.html")
-    text = path.read_text()
-    page = _Page()
-    page.feed(text)
-    page.close()
-    assert page.open == [] and page.references == []
-    assert not re.search(r"https?://|url\((?!#)|<script|@import", text)
-    assert "prefers-color-scheme: dark" in text and "width=device-width" in text
-    assert "A&lt;b&gt;" in text and "A<b>" not in text
-
-
-def test_memory_is_drawn_to_scale(simulate: FakeWorlds, tmp_path: Path) -> None:
-    """Two matrices, of 3 and of 1 MiB: three quarters and a quarter of the unsharded buffer."""
-    simulate(4)
-    model = nn.Module()
-    model.large, model.small = nn.Parameter(torch.ones(768, 1024)), nn.Parameter(torch.ones(256, 1024))
-    page = _Page()
-    page.feed(fsdp2.explain(fully_shard(model)).to_html(tmp_path / "page.html").read_text())
-    slots = [each for each in page.rectangles if "slot" in (each["class"] or "")]
-    assert [(each["x"], each["width"]) for each in slots[-2:]] == [("0.0000%", "75.0000%"), ("75.0000%", "25.0000%")]
-    shards = [each for each in page.rectangles if (each["class"] or "").startswith("rank")]
-    assert [each["width"] for each in shards] == ["25.0000%"] * 4
-    assert [each["class"] for each in shards] == ["rank own", "rank", "rank", "rank"]
-
-
 def test_show_without_a_terminal_prints_the_text(simulate: FakeWorlds) -> None:
     simulate(4)
     explanation = fsdp2.explain(sharded(LM()))
     out = io.StringIO()
     explanation.show(out)
     assert out.getvalue() == f"{explanation}\n"
-    assert explanation._repr_html_().startswith('<iframe srcdoc="&lt;!doctype html&gt;')
 
 
 class _Terminal(io.StringIO):
@@ -457,4 +402,3 @@ def test_the_docs_run(
         exec(re.sub(r"^dist\.init_process_group.*$", "", block, flags=re.MULTILINE), names)
     printed = capsys.readouterr().out
     assert "TransformerEncoderLayer" in printed and "slow-links" in {each.kind for each in names["explanation"].advice}
-    assert (tmp_path / "sharding.html").stat().st_size > 10_000

@@ -77,12 +77,11 @@ def test_the_module_and_the_console_script_are_one(
 
 def test_explain(models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = fsdp2.ShardingConfig(blocks=("Block",), min_bytes=0, strategy="zero2").to_file(tmp_path / "a.json")
-    page = tmp_path / "page.html"
     arguments = ("explain", f"{models}:build", "--mesh", "2x4", "--config", str(config))
-    found = json.loads(said(capsys, *arguments, "--json", "--html", str(page)))
+    found = json.loads(said(capsys, *arguments, "--json"))
     sizes = {each["name"]: sum(buffer["unsharded_bytes"] for buffer in each["buffers"]) for each in found["groups"]}
     assert sizes == {"": REST_BYTES, "1": BLOCK_BYTES, "2": BLOCK_BYTES, "3": BLOCK_BYTES}
-    assert page.read_text().startswith("<!") and not torch.distributed.is_initialized()
+    assert not torch.distributed.is_initialized()
     text = said(capsys, *arguments)
     assert "sharded over 4 ranks in 2 copies" in text and "kept" in text
     assert "The settings of its ShardingConfig:\n  strategy: zero2\n  blocks: ['Block']\n  min_bytes: 0" in text
@@ -207,8 +206,8 @@ def started(*arguments: str, folder: Path, **environment: str) -> subprocess.Com
 @pytest.mark.full  # 35 s
 def test_timeline(models: str, tmp_path: Path) -> None:
     arguments = ("-m", "fsdp2", "timeline", f"{models}:build", "--batch", "8x64", "--ranks", "2", "--json")
-    done = started(*arguments, "--out", "a.html", "--out", "a.json", folder=tmp_path)
+    done = started(*arguments, "--out", "a.json", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout[done.stdout.index("{") :])
     assert [each["rank"] for each in found["ranks"]] == [0, 1]
-    assert (tmp_path / "a.html").exists() and json.loads((tmp_path / "a.json").read_text())["traceEvents"]
+    assert json.loads((tmp_path / "a.json").read_text())["traceEvents"]

@@ -64,7 +64,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["doctor", "--gpus"], "Did you mean '--gpu'?"),
     (["suggest", "a:b", "--mesh", "2x4", "--batch", "8"], "chooses the mesh itself and takes a number of ranks"),
     (["timeline", "a:b", "--mesh", "2x4", "--batch", "8"], "say --ranks 8"),
-    (["timeline", "a:b", "--batch", "8", "--out", "steps.pdf"], "writes .json, .html, .png, by the ending of the path"),
+    (["timeline", "a:b", "--batch", "8", "--out", "steps.pdf"], "writes .json, .png, by the ending of the path"),
     (["timeline", "a:b", "--batch", "8", "--loss", "mse"], "there is no loss 'mse'"),
     (["doctor", "--ranks", "two"], "a number of ranks is needed, 8, got 'two'"),
     (["estimate", "a:b", "--ranks", "8x", "--batch", "8"], "a mesh is a number of ranks, 8, or sizes of its dims, 4x8"),

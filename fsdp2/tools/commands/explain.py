@@ -41,7 +41,6 @@ def parser() -> Parser:
     add_sharding(made)
     made.add_argument("--ranks-per-node", type=int, default=8, metavar="N", help="(default: %(default)s)")
     made.add_argument("--group", metavar="NAME", help="all that is known of one group, by its name or a parameter's")
-    made.add_argument("--html", metavar="FILE", help="write one page with the memory drawn to scale, too")
     add_json(made)
     return made
 
@@ -64,8 +63,6 @@ def main(arguments: Sequence[str]) -> int:
             mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
             note = blocks_that_are_cut(model, config)
             explanation = explain(shard(model, mesh, config), ranks_per_node=options.ranks_per_node)
-        if options.html:
-            explanation.to_html(options.html)
         if options.json:
             found = {**json.loads(explanation.to_json()), "notes": [note] if note else []}
             print(json.dumps(found, indent=2))

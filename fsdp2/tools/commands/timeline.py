@@ -32,7 +32,7 @@ In a program of your own: with fsdp2.timeline(model) as timeline: ..."""
 
 def parser() -> Parser:
     """What it understands."""
-    made = Parser("fsdp2 timeline", DESCRIPTION, "fsdp2 timeline models.py:build --batch 8x512:int64 --out steps.html")
+    made = Parser("fsdp2 timeline", DESCRIPTION, "fsdp2 timeline models.py:build --batch 8x512:int64 --out steps.json")
     add_target(made)
     made.add_argument("--batch", required=True, metavar="BATCH", help=BATCH_HELP)
     add_ranks(made, None, "how many to start on this machine (default: GPUs, or 2)")
@@ -41,7 +41,7 @@ def parser() -> Parser:
     made.add_argument("--loss", metavar="LOSS", help=LOSS_HELP)
     made.add_argument("--steps", type=int, default=3, metavar="N", help="that are shown (default: 3)")
     made.add_argument("--warmup", type=int, default=2, metavar="N", help="steps before them (default: 2)")
-    made.add_argument("--out", action="append", default=[], metavar="FILE", help="a trace .json, a page .html, a .png")
+    made.add_argument("--out", action="append", default=[], metavar="FILE", help="a trace, .json, or a picture, .png")
     add_json(made)
     return made
 

@@ -1,4 +1,4 @@
-"""`TimelineReport`: the records of all ranks on one scale, with what they mean. What pictures and pages are made of."""
+"""`TimelineReport`: the records of all ranks on one scale, with what they mean. Traces and pictures are made of it."""
 
 from __future__ import annotations
 

@@ -276,8 +276,8 @@ def test_contexts_inside_of_each_other_and_models_beside_each_other(tmp_path: Pa
     }
     counts = {each.name: each.gathers.count * 3 for each in both.groups}  # steps: forwards after an update
     assert counts["Model#0/blocks.0"] == 4 and counts["Model#1/blocks.0"] == 2
-    both.save(tmp_path / "both.html")
-    assert (tmp_path / "both.html").exists() or dist.get_rank() == 1, "the first rank writes"
+    both.save(tmp_path / "both.json")
+    assert (tmp_path / "both.json").exists() or dist.get_rank() == 1, "the first rank writes"
 
 
 @multi_rank(2)
