@@ -23,7 +23,6 @@ from fsdp2.tools.commands.estimate import sharding_arguments
 from fsdp2.tools.commands.sharding import blocks_that_are_cut
 from fsdp2.tools.commands.timeline import part_of, step
 from fsdp2.tools.doctor import exchange as doctor_exchange
-from fsdp2.tools.estimating.costs import Fusion, bytes_read, written_by
 from fsdp2.tools.metrics import PEAK_FLOPS
 from fsdp2.tools.observing.observation import Observation
 from fsdp2.tools.quantities import by_device_name
@@ -177,24 +176,6 @@ def test_what_trains_nothing_is_refused_and_left_as_it_is(has_parameters: bool) 
         with pytest.raises(FSDPValueError, match="nothing of Frozen is trained"):
             fsdp2.estimate(model, 2, batch=torch.empty(2, 4), hardware="cpu")
     assert type(model) is Frozen and "forward" not in vars(model)
-
-
-def test_a_fused_chain_writes_what_it_changes_in_place() -> None:
-    """As an optimizer: it reads four tensors, and writes three of them again."""
-    weight, gradient, first, second = (torch.empty(256) for _ in range(4))
-    chain = Fusion()
-    for function, changed, others in (
-        (torch.ops.aten.mul_.Tensor, first, [gradient]),
-        (torch.ops.aten.mul_.Tensor, second, [gradient]),
-        (torch.ops.aten.addcdiv_.default, weight, [first, second]),
-    ):
-        written = written_by(function, [changed, *others], {}, [])
-        chain.add(bytes_read(function, [changed, *others], written), written, [])
-    assert chain.end() == 7 * 1024 and chain.end() == 0
-    table, rows = torch.empty(1000, 64), torch.empty(3, 64)
-    embedding = torch.ops.aten.embedding.default
-    chain.add(bytes_read(embedding, [table, torch.empty(3)], [rows]), [rows], [rows])
-    assert chain.end() == 2 * 3 * 64 * 4
 
 
 def test_estimates_count_what_tensor_parallelism_exchanges_on_a_cpu() -> None:

@@ -190,9 +190,9 @@ def test_estimate(models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.full  # 5 s
 def test_suggest(models: str, capsys: pytest.CaptureFixture[str]) -> None:
-    text = said(capsys, "suggest", f"{models}:build", "--batch", "64x64", "--ranks", "4", "--json")
+    text = said(capsys, "estimate", f"{models}:build", "--batch", "64x64", "--ranks", "4", "--suggest", "--json")
     found, _ = json.JSONDecoder().raw_decode(text)  # what is being estimated follows, on stderr
-    assert found["best"][0]["arguments"].startswith("mesh_shape=4")
+    assert found["best"] == found["tried"][0]["arguments"] and found["tried"][0]["fits"]
 
 
 def started(*arguments: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:

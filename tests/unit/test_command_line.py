@@ -62,7 +62,6 @@ WRONG: list[tuple[list[str], str]] = [
     (["checkpoint", "lst"], "Did you mean 'list'?"),
     (["checkpoint", "prune", "run", "--keep-lst", "3", "--keep-last", "2"], "Did you mean '--keep-last'?"),
     (["doctor", "--gpus"], "Did you mean '--gpu'?"),
-    (["suggest", "a:b", "--mesh", "2x4", "--batch", "8"], "chooses the mesh itself and takes a number of ranks"),
     (["timeline", "a:b", "--mesh", "2x4", "--batch", "8"], "say --ranks 8"),
     (["timeline", "a:b", "--batch", "8", "--out", "steps.pdf"], "writes .json, .png, by the ending of the path"),
     (["timeline", "a:b", "--batch", "8", "--loss", "mse"], "there is no loss 'mse'"),
@@ -70,7 +69,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["estimate", "a:b", "--ranks", "8x", "--batch", "8"], "a mesh is a number of ranks, 8, or sizes of its dims, 4x8"),
     (["explain", "a:b", "--mesh", "0"], "got '0'."),
     (["estimate", "a:b", "--batch", "8x8:int6"], "a batch has no dtype 'int6'"),
-    (["suggest", "a:b", "--batch", "8", "--hardware", "h101"], "hardware 'h101' is not known. Known are"),
+    (["estimate", "a:b", "--batch", "8", "--hardware", "h101"], "hardware 'h101' is not known. Known are"),
     (["run"], "fsdp2 run: no program named."),
     (["run", "--keep-fsdp", "train.py"], "Did you mean '--keep-fsdp1'?"),
     (["run", "missing.py"], "fsdp2 run: no such file: missing.py."),
@@ -94,7 +93,7 @@ def test_what_is_wrong_with_a_config_has_status_1(tmp_path: Path, capsys: pytest
     assert f"fsdp2 explain: {config}, line 1, stratgy: there is no setting" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["explain", "estimate", "suggest", "timeline", "doctor"])
+@pytest.mark.parametrize("name", ["explain", "estimate", "timeline", "doctor"])
 def test_ranks_and_mesh_are_two_names_of_one_option(name: str) -> None:
     (command,) = [each for each in COMMANDS if each.name == name]
     needed = [] if name == "doctor" else ["a:b"]

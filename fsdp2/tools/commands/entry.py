@@ -48,8 +48,7 @@ class Command:
 COMMANDS: tuple[Command, ...] = (
     Command("run", "run a program on fsdp2 that was written for torch's FSDP", "run"),
     Command("explain", "say how a model is sharded, and what is slow about it", "explain"),
-    Command("estimate", "foretell memory, traffic and time of a training run, without its devices", "estimate"),
-    Command("suggest", "search for the best way to shard a model on given hardware", "suggest"),
+    Command("estimate", "foretell memory and traffic of a training run, without its devices", "estimate"),
     Command("timeline", "show what each rank computes, gathers and waits for", "timeline"),
     Command("doctor", "look for what is wrong, or slow, about this machine and environment", "doctor"),
     Command("checkpoint", "look at checkpoints, and take care of them", "checkpoint"),

@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from fsdp2.core.shown import dtype_name
 from fsdp2.tools.explaining.advice import Advice
 from fsdp2.tools.explaining.similar import SimilarGroups, similar_groups
 from fsdp2.tools.facts.data import ExchangeFacts, GradientFacts, GroupFacts, ModelFacts, ParamFacts
-from fsdp2.tools.quantities import shown_bytes, shown_count, shown_names
+from fsdp2.tools.quantities import shown_bytes, shown_count, shown_names, table
 
 WIDTH = 110
 
 GROUP_RIGHT = (3, 4, 8, 9)
 """The columns of numbers in the table of groups."""
-
-
-def table(headers: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[int] = ()) -> list[str]:
-    """Lines of a table whose columns are as wide as they need to be; those of ``right`` end flush."""
-    every = [tuple(headers), *map(tuple, rows)]
-    widths = [max(len(row[column]) for row in every) for column in range(len(headers))]
-    rule = tuple("-" * width for width in widths)
-    lines = []
-    for row in (every[0], rule, *every[1:]):
-        cells = [
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return lines
 
 
 def wrapped(text: str, *, first: str = "", then: str = "") -> list[str]:
