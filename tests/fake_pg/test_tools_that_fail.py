@@ -17,12 +17,12 @@ from torch.optim import optimizer as hooks_of_all
 
 import fsdp2
 from fsdp2 import FSDPValueError, MixedPrecisionPolicy, ShardingConfig
+from fsdp2.tools import doctor
 from fsdp2.tools import metrics as metrics_module
 from fsdp2.tools.commands import explain as explain_command
 from fsdp2.tools.commands.estimate import sharding_arguments
 from fsdp2.tools.commands.sharding import blocks_that_are_cut
 from fsdp2.tools.commands.timeline import part_of, step
-from fsdp2.tools.doctor import exchange as doctor_exchange
 from fsdp2.tools.metrics import PEAK_FLOPS
 from fsdp2.tools.observing.observation import Observation
 from fsdp2.tools.quantities import by_device_name
@@ -92,10 +92,10 @@ def test_a_launcher_that_hangs_is_asked_to_end_its_ranks(monkeypatch: pytest.Mon
     )
     started = subprocess.Popen([sys.executable, program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert started.stdout is not None and started.stdout.readline() == "up\n"
-    monkeypatch.setattr(doctor_exchange, "LIMIT_SECONDS", 0.2)
+    monkeypatch.setattr(doctor, "LIMIT_SECONDS", 0.2)
     began = time.monotonic()
     with mock.patch.object(subprocess, "Popen", lambda *_, **__: started):
-        assert "nothing came back" in str(doctor_exchange._start(2, None))
+        assert "nothing came back" in str(doctor._start(2))
     assert said.read_text() == "asked" and time.monotonic() - began < 30 and started.returncode == 1
 
 

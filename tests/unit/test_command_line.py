@@ -61,7 +61,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["estimate", "a:b"], "this is missing: --batch."),
     (["checkpoint", "lst"], "Did you mean 'list'?"),
     (["checkpoint", "prune", "run", "--keep-lst", "3", "--keep-last", "2"], "Did you mean '--keep-last'?"),
-    (["doctor", "--gpus"], "Did you mean '--gpu'?"),
+    (["doctor", "--rank", "2"], "Did you mean '--ranks'?"),
     (["timeline", "a:b", "--mesh", "2x4", "--batch", "8"], "say --ranks 8"),
     (["timeline", "a:b", "--batch", "8", "--out", "steps.pdf"], "writes .json, .png, by the ending of the path"),
     (["timeline", "a:b", "--batch", "8", "--loss", "mse"], "there is no loss 'mse'"),

@@ -50,7 +50,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("explain", "say how a model is sharded, and what is slow about it", "explain"),
     Command("estimate", "foretell memory and traffic of a training run, without its devices", "estimate"),
     Command("timeline", "show what each rank computes, gathers and waits for", "timeline"),
-    Command("doctor", "look for what is wrong, or slow, about this machine and environment", "doctor"),
+    Command("doctor", "look at versions, devices, variables, and one exchange between ranks", "doctor"),
     Command("checkpoint", "look at checkpoints, and take care of them", "checkpoint"),
     Command("convert", "convert flat checkpoints of torch's FSDP1", "convert"),
 )
