@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -22,7 +21,6 @@ from fsdp2.tools import metrics as metrics_module
 from fsdp2.tools.commands import explain as explain_command
 from fsdp2.tools.commands.estimate import sharding_arguments
 from fsdp2.tools.commands.sharding import blocks_that_are_cut
-from fsdp2.tools.commands.timeline import part_of, step
 from fsdp2.tools.metrics import PEAK_FLOPS
 from fsdp2.tools.observing.observation import Observation
 from fsdp2.tools.quantities import by_device_name
@@ -123,35 +121,6 @@ def test_a_mesh_of_three_dims_is_refused_in_a_sentence() -> None:
 def test_blocks_are_told_beside_other_settings() -> None:
     told = sharding_arguments(ShardingConfig(blocks=("Layer",), max_bytes=2**20))
     assert told["blocks"] == ("Layer",) and "shard" in told
-
-
-def test_only_samples_are_dealt_out_to_ranks() -> None:
-    batch = {"tokens": torch.arange(8).view(4, 2), "positions": torch.arange(2), "scale": torch.tensor(2.0), "n": 3}
-    mine = part_of(batch, 1, 2)
-    assert mine["tokens"].tolist() == [[4, 5], [6, 7]] and mine["positions"].tolist() == [0, 1]
-    assert mine["scale"].item() == 2.0 and mine["n"] == 3
-    with pytest.raises(FSDPValueError, match="the batch has 4 samples in dim 0, which 3 ranks do not divide"):
-        part_of(batch, 0, 3)
-    with pytest.raises(FSDPValueError, match="the batch has no samples"):
-        part_of({"n": 3}, 0, 2)
-
-
-class Returns(nn.Module):
-    """Something around the output of a layer."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.layer, self.how = nn.Linear(4, 4), how
-
-    def forward(self, x: torch.Tensor) -> Any:
-        x = self.layer(x)
-        return ((x, 1),) if self.how == "nested" else SimpleNamespace(loss=None, logits=x)
-
-
-@pytest.mark.parametrize("how", ["nested", "logits"])
-def test_a_timeline_finds_what_is_to_be_differentiated_as_an_estimate_does(how: str) -> None:
-    model = Returns(how)
-    step(model, torch.optim.SGD(model.parameters(), lr=0.1), (torch.ones(2, 4),))
 
 
 # ---- estimates -----------------------------------------------------------------------------------------

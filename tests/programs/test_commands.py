@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemReader
 
 import fsdp2
 from fsdp2.tools.commands import main
@@ -128,8 +126,6 @@ def test_mistakes_have_status_1(models: str, tmp_path: Path, capsys: pytest.Capt
         capsys, "estimate", f"{models}:build", "--batch", "8x64", "--optimizer", "AdanW", status=2
     )
     assert "there is no run" in said(capsys, "checkpoint", "list", str(tmp_path / "none"), status=1)
-    wanted = ("--to", "full", "--model", "models:build", "--use-orig-params")
-    assert "fsdp2 convert: " in said(capsys, "convert", str(tmp_path / "none"), "out", *wanted, status=1)
     config = fsdp2.ShardingConfig(mesh_shape=(2, -1)).to_file(tmp_path / "a.json")
     text = said(capsys, "explain", f"{models}:build", "--config", str(config), status=1)
     assert "depends on the number of ranks: say it, --mesh 4x8" in text
@@ -142,16 +138,6 @@ def test_a_batch_without_its_dtype_is_refused_in_a_sentence(
     text = said(capsys, "estimate", f"{models}:words", "--ranks", "2", "--batch", "8x4", "--hardware", "cpu", status=2)
     assert text.startswith("fsdp2 estimate: the forward of Sequential refused the batch (8x4:float32): Expected tensor")
     assert "If its numbers are indices, write 8x4:int64 on the command line" in text and "Traceback" not in text
-
-
-def test_convert(models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = runpy.run_path(models)["build"]()
-    torch.save(model.state_dict(), tmp_path / "whole.pt")
-    sys.path.insert(0, str(tmp_path))
-    arguments = ("convert", "whole.pt", "out", "--from", "full", "--to", "dcp", "--model", "models:build", "--json")
-    assert json.loads(said(capsys, *arguments)) == {"out": "out", "to": "dcp"}
-    assert len(FileSystemReader("out").read_metadata().state_dict_metadata) == len(model.state_dict())
-    sys.modules.pop("models", None)
 
 
 def test_doctor_without_ranks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,21 +174,3 @@ def test_suggest(models: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, "estimate", f"{models}:build", "--batch", "64x64", "--ranks", "4", "--suggest", "--json")
     found, _ = json.JSONDecoder().raw_decode(text)  # what is being estimated follows, on stderr
     assert found["best"] == found["tried"][0]["arguments"] and found["tried"][0]["fits"]
-
-
-def started(*arguments: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    root = str(Path(fsdp2.__file__).parents[1])
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([root, environment.pop("PYTHONPATH", "")]), **environment}
-    return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=300, cwd=folder, env=environ
-    )
-
-
-@pytest.mark.full  # 35 s
-def test_timeline(models: str, tmp_path: Path) -> None:
-    arguments = ("-m", "fsdp2", "timeline", f"{models}:build", "--batch", "8x64", "--ranks", "2", "--json")
-    done = started(*arguments, "--out", "a.json", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout[done.stdout.index("{") :])
-    assert [each["rank"] for each in found["ranks"]] == [0, 1]
-    assert json.loads((tmp_path / "a.json").read_text())["traceEvents"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
@@ -19,7 +20,7 @@ from fsdp2.tools.estimating.estimate import DEFAULT_HARDWARE, estimate
 from fsdp2.tools.estimating.hardware import KNOWN, hardware_of
 from fsdp2.tools.estimating.request import CHECKPOINTING
 from fsdp2.tools.estimating.suggest import suggest
-from fsdp2.tools.progress import Telling, working
+from fsdp2.tools.progress import working
 
 DESCRIPTION = """\
 Foretell what one rank of a training run needs: memory by phase and bytes per link; and whether it fits. Two steps of
@@ -129,6 +130,10 @@ def sharding_arguments(config: ShardingConfig) -> dict[str, Any]:
     return {**made, "blocks": config.blocks, "shard": lambda model, mesh: shard(model, mesh, config)}
 
 
+def _tell(what: str) -> None:
+    print(f"estimating {what}", flush=True, file=sys.stderr)
+
+
 def main(arguments: Sequence[str]) -> int:
     """Print it; the exit status: 1 if it, or with --suggest nothing, fits."""
     understood = parser()
@@ -150,7 +155,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.suggest:
         chosen = {name: told[name] for name in ("mp_policy", "blocks")}
         with understood.understanding():
-            tried = suggest(make_model, shape, progress=Telling("estimating"), **workload, **chosen)
+            tried = suggest(make_model, shape, progress=_tell, **workload, **chosen)
         print(tried.to_json() if options.json else tried)
         return 0 if tried.best else 1
     with working("estimating"), understood.understanding():

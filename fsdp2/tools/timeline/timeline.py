@@ -130,7 +130,15 @@ class Timeline:
             OSError: it cannot be written.
         """
         report, target = self.report, Path(path)
-        refuse_path(target)
+        if target.suffix not in FORMATS:
+            raise FSDPValueError(
+                f"Timeline.save() writes {', '.join(FORMATS)}, by the ending of the path; got '{target.name}'."
+            )
+        if target.suffix == ".png" and importlib.util.find_spec("matplotlib") is None:
+            raise FSDPRuntimeError(
+                "Timeline.save() draws pictures with matplotlib, which is not installed: pip install 'fsdp2[tools]', "
+                "or save a .json trace, which ui.perfetto.dev shows."
+            )
         alone = report.records[0].failure != ""
         if self._meeting is not None and not (self._meeting.is_first or alone):
             return
@@ -140,24 +148,6 @@ class Timeline:
             from fsdp2.tools.timeline.picture import draw  # when it is needed: imports of fsdp2 are light
 
             draw(report, target)
-
-
-def refuse_path(path: Path) -> None:
-    """Refuse to save to ``path`` what cannot be saved there, before there is anything to save.
-
-    Raises:
-        FSDPRuntimeError: a picture is asked for without matplotlib.
-        FSDPValueError: another ending.
-    """
-    if path.suffix not in FORMATS:
-        raise FSDPValueError(
-            f"Timeline.save() writes {', '.join(FORMATS)}, by the ending of the path; got '{path.name}'."
-        )
-    if path.suffix == ".png" and importlib.util.find_spec("matplotlib") is None:
-        raise FSDPRuntimeError(
-            "Timeline.save() draws pictures with matplotlib, which is not installed: pip install 'fsdp2[tools]', "
-            "or save a .json trace, which ui.perfetto.dev shows."
-        )
 
 
 @checked(timeout=at_least(0))
