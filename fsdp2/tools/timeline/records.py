@@ -57,14 +57,12 @@ class MemorySample:
         unsharded_bytes: unsharded parameters.
         staged_bytes: what is gathered into and sent from, beside them.
         reducing_bytes: gradients that are being reduced.
-        allocated_bytes: all that this process has: of the device's allocator; on CPU what is resident.
     """
 
     time: float
     unsharded_bytes: int
     staged_bytes: int
     reducing_bytes: int
-    allocated_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
