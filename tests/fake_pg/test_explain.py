@@ -22,7 +22,7 @@ from fsdp2 import FSDPValueError, MixedPrecisionPolicy, fully_shard
 from fsdp2.tools.explaining.advice import advice_for
 from fsdp2.tools.facts import facts_of
 from tests.harness.fake import FakeWorlds
-from tests.harness.shared.language_model import LM, Block, sharded, step, two_axes
+from tests.harness.shared.language_model import LM, sharded, step, two_axes
 
 MIXED = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
@@ -212,10 +212,6 @@ ADVICE: dict[str, Callable[[], nn.Module]] = {
     "heavy-root": lambda: sharded(large(words=50_000)),
     "huge-group": lambda: sharded(large(width=16_384)),
     "tiny-groups": lambda: norms_apart(large(blocks=4)),
-    "unequal-groups": lambda: one_is_larger(),
-    "padding": lambda: fully_shard(nn.Linear(65_536, 9, bias=False)),
-    "uneven-rows": lambda: sharded(large(words=50_001)),
-    "small-parameters": lambda: sharded(large(width=128, blocks=100)),
     "embedding": lambda: embedding_apart(large(words=40_000)),
 }
 
@@ -233,13 +229,6 @@ def ignoring_the_head(model: LM) -> nn.Module:
 def norms_apart(model: LM) -> nn.Module:
     for block in model.blocks:
         fully_shard(block.norm)
-    return sharded(model)
-
-
-def one_is_larger() -> nn.Module:
-    model = large(width=64, blocks=4)
-    with torch.device("meta"):
-        model.blocks.append(Block(2048))
     return sharded(model)
 
 

@@ -155,7 +155,6 @@ def test_memory_is_what_the_engine_allocates(name: str, simulate: FakeWorlds) ->
         if found.rests is not None:
             rests: Any = group.storage.post_forward
             assert found.rests.nbytes == sum(part.nbytes for part in rests._parts)
-            assert found.rests.staging_bytes == rests.gather._staging.nbytes
 
 
 # ---- by hand --------------------------------------------------------------------------------------------
@@ -177,20 +176,15 @@ def test_numbers_by_hand(simulate: FakeWorlds) -> None:
         256 * 1024 * 4,
     )
     # ceil(10 / 4) = 3 rows per rank: the last has one.
-    assert (bias.local_shape, bias.local_bytes, bias.shard_room_bytes) == ((1,), 4, 12)
+    assert (bias.local_shape, bias.local_bytes) == ((1,), 4)
     assert bias.dealt_out == "3 rows per rank"
-    assert (bias.unsharded_bytes, bias.unsharded_room_bytes) == (20, 24)
+    assert bias.unsharded_bytes == 20
     assert (weight.gather, bias.gather, weight.reduce, bias.reduce) == ("direct", "packed", "direct", "packed")
-    assert (weight.rests, weight.computes, weight.reduces, weight.delivers) == (
-        torch.float32,
-        torch.bfloat16,
-        torch.float32,
-        torch.float32,
-    )
+    assert (weight.rests, weight.computes, weight.reduces) == (torch.float32, torch.bfloat16, torch.float32)
     assert weight.placements == ("Shard(0)",) and [axis.size for axis in weight.mesh] == [4]
     # The packed row: 3 elements, padded to 16 bytes in bf16: 8 elements. The matrix starts at 128 bytes.
     (buffer,) = group.buffers
-    assert (buffer.shard_bytes, buffer.packed_bytes, buffer.direct_bytes) == (2**20 + 64 * 4, 16, 2**19)
+    assert buffer.shard_bytes == 2**20 + 64 * 4
     assert group.staging_bytes == 4 * 16
     tail = 2**19 + (64 - 8) * 2  # the matrix and what lies before it; padded to 128 bytes
     assert group.send_bytes == 16 + tail + 16
@@ -243,7 +237,7 @@ def test_what_is_said_of_parameters(simulate: FakeWorlds) -> None:
     assert params["embed.weight"].other_names == ("head.weight",) and params["embed.weight"].is_tied
     assert not params["blocks.0.up.weight"].is_trainable and params["blocks.0.up.weight"].reduces is None
     assert params["blocks.0.up.weight"].reduce == "stays"
-    assert params["scale"].is_replicated and params["scale"].gather_reason == "no dims"
+    assert params["scale"].gather_reason == "no dims"
     assert params["scale"].placements == ("Replicate()", "Replicate()")
     assert params["blocks.0.norm.bias"].placements == ("Replicate()", "Shard(0)")
     assert [str(axis) for axis in params["scale"].mesh] == ["replicate=2", "shard=4"]

@@ -115,13 +115,11 @@ class _Reader:
             world_size=self.world_size,
             rank=self.links.rank,
             ranks_per_node=self.links.ranks_per_node,
-            has_run=any(state.root is not None for state in self.states),
             is_meta=any(each.is_meta for each in parameters),
             roots=tuple(self._name(state) for state in self._roots),
             groups=groups,
             ignored=ignored,
             unsharded=unsharded,
-            module_buffers_bytes=sum(buffer.numel() * buffer.element_size() for buffer in self.model.buffers()),
             order=self._order(),
             exchanges=tuple(each for index, plan in enumerate(plans) for each in self._exchanges(index, plan)),
         )
@@ -224,7 +222,6 @@ class _Reader:
             staging_bytes=mesh.shard_size * row.nbytes,
             rests=self._rests(plans),
             prefetches=self._names(owner.forward_prefetch),
-            prefetches_backward=self._names(owner.backward_prefetch),
             settings=tuple(described(group.settings, without=("unshards_in_backward",)).items()),
             is_exact=exact,
         )
@@ -243,8 +240,7 @@ class _Reader:
             return None
         layouts = _resting_layouts(plans, rests.mesh.shard_size)
         nbytes = sum(layout.shard_numel * itemsize for layout, itemsize in layouts)
-        staging_bytes = rests.mesh.shard_size * row_of(layouts).nbytes
-        return RestFacts(self._ranks(rests.mesh.shard_group), nbytes, staging_bytes)
+        return RestFacts(self._ranks(rests.mesh.shard_group), nbytes)
 
     # -- exchanges
 
@@ -366,16 +362,12 @@ def _buffers(plans: PlansOfGroup) -> tuple[BufferFacts, ...]:
     made = []
     for plan in plans.gathers:
         layout, itemsize = plans.layout(plan), plan.param_dtype.itemsize
-        direct = sum(slot.shard_numel for slot in layout.carried if slot.direct)
         made.append(
             BufferFacts(
                 dtype=plan.dtype,
                 param_dtype=plan.param_dtype,
                 shard_bytes=layout.shard_numel * plan.dtype.itemsize,
                 unsharded_bytes=0 if _lies_in_place(plans.group, plan) else layout.unsharded_numel * itemsize,
-                packed_bytes=layout.packed_numel * itemsize,
-                direct_bytes=direct * itemsize,
-                is_copied_in=_is_copied_in(plans.group, plan.dtype, plan.param_dtype),
             )
         )
     return tuple(made)
@@ -405,14 +397,10 @@ def _gradients(group: FSDPParamGroup, plan: ReducePlan) -> GradientFacts:
     params = [group.params[index] for index in plan.params]
     dtypes = {None if param.follows_arrivals else param.delivery_dtype(plan.dtype) for param in params}
     delivered = next(iter(dtypes)) if len(dtypes) == 1 else None
-    output_bytes = plan.layout.numel * plan.dtype.itemsize
     return GradientFacts(
         dtype=plan.dtype,
         delivered_dtype=delivered,
         params=plan.params,
-        unsharded_bytes=sum(param.local_numel * param.param_dtype.itemsize for param in params),
-        input_bytes=group.mesh.shard_size * plan.layout.packed_numel * plan.dtype.itemsize,
-        output_bytes=output_bytes,
         delivered_bytes=_delivered_bytes(group, plan, delivered),
     )
 
