@@ -347,9 +347,7 @@ def test_forwards_that_refuse_the_batch() -> None:
         FSDPValueError, match=r"forward of Linear refused the batch \(8x3:float32\): .*[Ss]hapes?.*takes"
     ):
         fsdp2.estimate(lambda: nn.Linear(8, 8), 2, batch=torch.empty(8, 3))
-    with pytest.raises(
-        FSDPValueError, match=r"refused the batch \(4x8:float32\).*\(test_estimate.py, line \d+\)"
-    ) as raised:
+    with pytest.raises(FSDPValueError, match=r"refused the batch \(4x8:float32\)") as raised:
         fsdp2.estimate(lambda: Fails(8, 8), 2, batch={"x": torch.empty(4, 8)})
     assert isinstance(raised.value.__cause__, RuntimeError)
 
