@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from pathlib import Path
@@ -210,12 +209,3 @@ def test_what_runs_is_named_on_terminals_only(
         with progress.working("looking"):
             pass
         assert ("looking ..." in capsys.readouterr().err) is is_terminal
-
-
-def test_variables_are_listed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FSDP2_LOG", "plan")
-    assert main(["doctor", "--variables"]) == 0
-    assert "FSDP2_LOG (set to plan)" in capsys.readouterr().out
-    assert main(["doctor", "--variables", "--json"]) == 0
-    rows = {row["name"]: row["value"] for row in json.loads(capsys.readouterr().out)}
-    assert rows["FSDP2_LOG"] == "plan" and rows["FSDP2_COMM"] is None

@@ -176,11 +176,8 @@ class GroupFacts:
         strategy: the stage by name that this amounts to: "replicate", "zero1", "zero2", "zero3"; "" if to none.
         unshards_in_backward: whether backward needs the parameters.
         offloads: what rests in host memory: of "parameters", "gradients", "optimizer_state", "gradient_sums".
-        pins_memory: whether that is pinned.
         buffers: one for each pair of dtypes.
         gradients: one for each dtype of reduction.
-        send_bytes: of the buffer that shards are cast or copied into before they are sent, while a gather is under way.
-        staging_bytes: of the buffer that packed parameters arrive in, while a gather is under way.
         rests: where parameters rest between forward and backward, if on fewer ranks.
         prefetches: the groups that are gathered after this one in forward, as the user has set; None: as learned.
         settings: what else was set on it, by the names of `GroupSettings`.
@@ -204,11 +201,8 @@ class GroupFacts:
     strategy: str
     unshards_in_backward: bool
     offloads: tuple[str, ...]
-    pins_memory: bool
     buffers: tuple[BufferFacts, ...]
     gradients: tuple[GradientFacts, ...]
-    send_bytes: int
-    staging_bytes: int
     rests: RestFacts | None
     prefetches: tuple[str, ...] | None
     settings: tuple[tuple[str, str], ...]

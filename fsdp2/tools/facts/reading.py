@@ -12,7 +12,7 @@ from torch import nn
 
 from fsdp2 import _torch
 from fsdp2.core.group import FSDPParamGroup
-from fsdp2.core.layout import BufferLayout, joined_row
+from fsdp2.core.layout import BufferLayout
 from fsdp2.core.options import RootSettings, described
 from fsdp2.core.plan import GatherPlan, ReducePlan
 from fsdp2.core.root import Unit
@@ -195,7 +195,6 @@ class _Reader:
         owner: FSDPState = group.sharers[0]
         mesh, is_root = group.mesh, owner in self._roots
         rests = group.storage.post_forward
-        row = self._row(plans)
         exact = not group.storage.extended and group.settings.comm_hook is None
         return GroupFacts(
             index=index,
@@ -215,11 +214,8 @@ class _Reader:
             strategy=_strategy(owner, group),
             unshards_in_backward=group.settings.unshards_in_backward,
             offloads=_offloads(group),
-            pins_memory=group.storage.offloading.pins,
             buffers=_buffers(plans),
             gradients=tuple(_gradients(group, plan) for plan in plans.reduces),
-            send_bytes=_send_bytes(plans, row),
-            staging_bytes=mesh.shard_size * row.nbytes,
             rests=self._rests(plans),
             prefetches=self._names(owner.forward_prefetch),
             settings=tuple(described(group.settings, without=("unshards_in_backward",)).items()),
@@ -354,10 +350,6 @@ def _offloads(group: FSDPParamGroup) -> tuple[str, ...]:
     return tuple(name for name, is_asked in asked.items() if is_asked)
 
 
-def _is_copied_in(group: FSDPParamGroup, dtype: torch.dtype, param_dtype: torch.dtype) -> bool:
-    return dtype != param_dtype or group.storage.offloading.device != group.mesh.device
-
-
 def _buffers(plans: PlansOfGroup) -> tuple[BufferFacts, ...]:
     made = []
     for plan in plans.gathers:
@@ -371,21 +363,6 @@ def _buffers(plans: PlansOfGroup) -> tuple[BufferFacts, ...]:
             )
         )
     return tuple(made)
-
-
-def _send_bytes(plans: PlansOfGroup, row: PackedRow) -> int:
-    """What is sent from a buffer of its own: casts, copies from the host, dtypes that are joined."""
-    if plans.group.settings.custom_all_gather is not None:
-        return 0  # it lies in what the collective allocates
-    copied = [plan for plan in plans.gathers if _is_copied_in(plans.group, plan.dtype, plan.param_dtype)]
-    packed = [plan for plan in plans.gathers if plan.layout.packed_numel and not _lies_in_place(plans.group, plan)]
-    head = row.nbytes if len(packed) > 1 or any(plan in copied for plan in packed) else 0
-    tails = [
-        (plan.layout.shard_numel - plan.layout.packed_numel) * plan.param_dtype.itemsize
-        for plan in copied
-        if any(slot.direct and slot.shard_numel for slot in plan.layout.carried)
-    ]
-    return head + (joined_row(tails)[1] if tails else 0)
 
 
 def _lies_in_place(group: FSDPParamGroup, plan: GatherPlan) -> bool:
