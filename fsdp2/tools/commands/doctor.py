@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 
 from fsdp2.tools.commands.parsing import Parser, add_json
-from fsdp2.tools.commands.sharding import add_ranks
 from fsdp2.tools.progress import working
 
 DESCRIPTION = """\
@@ -19,7 +18,7 @@ def parser() -> Parser:
     """What it understands."""
     made = Parser("fsdp2 doctor", DESCRIPTION, "fsdp2 doctor --ranks 8")
     made.add_argument("--no-exchange", action="store_true", help="start no ranks")
-    add_ranks(made, None, "how many to start (default: one for each GPU, or 2)")
+    made.add_argument("--ranks", type=int, metavar="N", help="how many to start (default: one for each GPU, or 2)")
     add_json(made)
     return made
 

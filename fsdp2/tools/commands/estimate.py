@@ -38,7 +38,7 @@ def parser() -> Parser:
     """What it understands."""
     made = Parser("fsdp2 estimate", DESCRIPTION, EXAMPLE)
     add_target(made)
-    add_mesh(made, None)
+    add_mesh(made)
     made.add_argument("--batch", required=True, metavar="BATCH", help=BATCH_HELP)
     made.add_argument(
         "--optimizer", default="AdamW", metavar="NAME", help="a class of torch.optim, MODULE:CLASS, or none (AdamW)"

@@ -37,7 +37,7 @@ def parser() -> Parser:
     """What it understands."""
     made = Parser("fsdp2 explain", DESCRIPTION, "fsdp2 explain my_package.models:build --mesh 64 --strategy zero2")
     add_target(made)
-    add_mesh(made, None)
+    add_mesh(made)
     add_sharding(made)
     made.add_argument("--ranks-per-node", type=int, default=8, metavar="N", help="(default: %(default)s)")
     made.add_argument("--group", metavar="NAME", help="all that is known of one group, by its name or a parameter's")
