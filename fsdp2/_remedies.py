@@ -12,13 +12,11 @@ from typing import Final
 FAILURES: Final = "'When ranks fail, or differ' in the documentation"
 DIVERGENCE: Final = "'Ranks that run different modules on purpose' in the documentation"
 TOOLS: Final = "'What tools can read' in the documentation"
-ESTIMATE: Final = "'Know before a run whether it fits, and how fast it is' in the documentation"
 
 PAGES: Final[Mapping[str, str]] = {
     "failures.md": FAILURES,
     "divergence.md": DIVERGENCE,
     "tools.md": TOOLS,
-    "estimate.md": ESTIMATE,
 }
 """The files of ``docs/`` that these pages are written in."""
 

@@ -101,7 +101,6 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
         "torch._C:_disabled_torch_function_impl",
         "torch._C:DisableTorchFunctionSubclass",
         "torch:ops.aten.add_.Tensor._schema.arguments",
-        "torch:ops.aten.add_.Tensor._overloadpacket",
         "torch:ops.aten._foreach_norm.Scalar",
         "torch:ops.aten._local_scalar_dense.default",
     ),
@@ -117,6 +116,7 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
         "torch._C:_will_engine_execute_node",
         "torch._C:_are_functorch_transforms_active",
         "torch.autograd.graph:Node._sequence_nr",
+        "torch:Tensor._base",
         "torch:Tensor._version",
         "torch:Tensor._use_count",
         "torch:Tensor._backward_hooks",
@@ -154,7 +154,6 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
         "torch.distributed.device_mesh:DeviceMesh._get_root_mesh",
     ),
     _WATCHING: (
-        "torch.distributed:distributed_c10d._get_default_group",
         "torch.distributed:distributed_c10d._get_default_store",
         "torch.distributed:distributed_c10d._resolve_process_group",
         "torch.distributed:PrefixStore._underlying_non_prefix_store",

@@ -172,11 +172,11 @@ JOBS = (
     Job("gloo-4", "Do 4 ranks on one GPU train as torch's?", WRONG, f"{BESIDE} gloo --ranks 4", 90),
     Job(
         "doctor",
-        "Does `fsdp2 doctor --gpu`, the part of this in the wheel, find a problem?",
+        "Does `fsdp2 doctor` find a problem?",
         "It says itself what is wrong.",
-        f"{DOCTOR} doctor --gpu",
+        f"{DOCTOR} doctor",
         60,
-        not_on_cpu="it looks for a GPU; `tests/unit/test_doctor.py` rehearses it",
+        not_on_cpu="`tests/programs/test_commands.py` runs it",
     ),
     Job(
         "nccl",

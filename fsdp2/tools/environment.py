@@ -25,14 +25,12 @@ class Variable:
         name: of it.
         takes: its values, in words.
         means: what it does, in a sentence.
-        default: what holds where it is not set, in words.
         accepts: whether a value is one of those.
     """
 
     name: str
     takes: str
     means: str
-    default: str
     accepts: Callable[[str], bool]
 
 
@@ -49,7 +47,6 @@ VARIABLES: tuple[Variable, ...] = (
         "1, keep-fsdp1, or 0",
         "Programs that were written for torch's fully_shard and FullyShardedDataParallel run on fsdp2; with keep-fsdp1 "
         "FullyShardedDataParallel stays torch's. `fsdp2 run` sets it for the processes that a program starts.",
-        "0",
         lambda value: value in ("", "0", "1", "keep-fsdp1"),
     ),
     Variable(
@@ -57,7 +54,6 @@ VARIABLES: tuple[Variable, ...] = (
         "native",
         "Ranks exchange by torch.distributed's own collectives on every backend, also in a world of one rank. Every "
         "rank must set the same.",
-        "each backend's fastest way",
         lambda value: value in ("", "native"),
     ),
     Variable(
@@ -65,7 +61,6 @@ VARIABLES: tuple[Variable, ...] = (
         "plan, order, comm, memory, with commas between them",
         "The logger 'fsdp2' says what is sharded how at the first step (plan), in which order groups are gathered "
         "(order), every exchange (comm), and the memory of each step (memory).",
-        "nothing is logged",
         _are_log_words,
     ),
 )

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.module import ON_SHARDING
@@ -78,27 +79,6 @@ def prepare_logger() -> None:
         parent.addHandler(handler)
 
 
-def describe_plan(groups: Sequence[FSDPParamGroup], settings: dict[FSDPParamGroup, str]) -> str:
-    """A line for each group; ``settings``: what is to be said of its resharding."""
-    parameters = sum(len(group.params) for group in groups)
-    numel = sum(param.sharding.partition.numel for group in groups for param in group.params)
-    lines = [f"{_counted(len(groups), 'group')}, {_counted(parameters, 'parameter')} of {numel:,} elements"]
-    for group in groups:
-        shard = sum(each.shard.numel() * each.shard.element_size() for each in group.storage.buffers)
-        frozen = sum(not param.requires_grad for param in group.params)
-        direct = sum(slot.direct for each in group.plan.gathers for slot in each.layout.slots)
-        dtypes = ", ".join(f"{each.dtype} gathered as {each.param_dtype}" for each in group.plan.gathers)
-        reduced = ", ".join(str(each.dtype) for each in group.plan.reduces) or "nothing"
-        kinds = f"{direct} direct, {frozen} frozen" if frozen else f"{direct} direct"
-        sizes = f"{shard / MIB:.3f} MiB a rank, {group.storage.unsharded_bytes / MIB:.3f} MiB unsharded"
-        line = (
-            f"  {group.name}: {_counted(len(group.params), 'parameter')} ({kinds}), {sizes}, "
-            f"over {group.plan.ranks}; {dtypes}; reduced in {reduced}; {settings.get(group, '')}"
-        )
-        lines.append(line.replace("torch.", ""))
-    return "\n".join(lines)
-
-
 def _counted(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
@@ -106,8 +86,8 @@ def _counted(count: int, what: str) -> str:
 class _Logged(Listener):
     """Logs what is told about one root."""
 
-    def __init__(self, words: Sequence[str]) -> None:
-        self._words = frozenset(words)
+    def __init__(self, words: Sequence[str], model: nn.Module) -> None:
+        self._words, self._model = frozenset(words), model
         self._order: dict[int, tuple[str, ...]] = {}
         self._held: dict[str, int] = {}
         self._most = 0
@@ -118,7 +98,10 @@ class _Logged(Listener):
         if "plan" in self._words and not self._has_planned:
             self._has_planned = True
             if not dist.is_initialized() or dist.get_rank() == 0:
-                _logger("plan").info("%s: %s", root.name, describe_plan(root.groups, _resharding_of(root)))
+                from fsdp2.tools.explaining.text import groups_table  # when they are needed: imports of fsdp2 are light
+                from fsdp2.tools.facts import facts_of
+
+                _logger("plan").info("%s:\n%s", root.name, "\n".join(groups_table(facts_of(self._model))))
 
     def begin_exchange(self, exchange: Exchange, device: Device) -> None:
         """``comm``."""
@@ -158,16 +141,6 @@ class _Logged(Listener):
             self._most = sum(self._held.values())
 
 
-def _resharding_of(root: FSDPRoot) -> dict[FSDPParamGroup, str]:
-    found = {}
-    for state in root.states:
-        asked = getattr(state, "reshard_after_forward", None)
-        reshards = not state.is_root if asked is None else asked
-        words = "resharded after forward" if reshards else "kept from forward to backward"
-        found.update(dict.fromkeys(getattr(state, "unit", ()), words))
-    return found
-
-
 def observe_root(states: Sequence[Any], groups: Sequence[FSDPParamGroup]) -> None:
     """A root forms: log what happens to it, if that is asked for. It is observed for as long as it lives."""
     words = words_asked()
@@ -179,7 +152,7 @@ def observe_root(states: Sequence[Any], groups: Sequence[FSDPParamGroup]) -> Non
         if isinstance(seen.listener, _Logged):  # else what both hold would be logged twice
             seen.end()
             models += [model for model in seen.models if id(model) not in below]
-    Observation(models, _Logged(words), "fully_shard()").begin(sees_optimizers=False)
+    Observation(models, _Logged(words, models[0]), "fully_shard()").begin(sees_optimizers=False)
 
 
 ON_SHARDING.append(prepare_logger)

@@ -1,9 +1,9 @@
-"""How tools write sizes, counts and lists of names."""
+"""How tools write sizes, counts, lists of names and tables."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 Value = TypeVar("Value")
@@ -29,6 +29,21 @@ def shown_names(names: Sequence[str], limit: int = 3) -> str:
     """Some of ``names``, and how many there are besides."""
     shown = ", ".join(names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+def table(headers: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[int] = ()) -> list[str]:
+    """Lines of a table whose columns are as wide as they need to be; those of ``right`` end flush."""
+    every = [tuple(headers), *map(tuple, rows)]
+    widths = [max(len(row[column]) for row in every) for column in range(len(headers))]
+    rule = tuple("-" * width for width in widths)
+    lines = []
+    for row in (every[0], rule, *every[1:]):
+        cells = [
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 def by_device_name(table: Mapping[str, Value], name: str) -> Value | None:

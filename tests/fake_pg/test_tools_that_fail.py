@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,13 +16,11 @@ from torch.optim import optimizer as hooks_of_all
 
 import fsdp2
 from fsdp2 import FSDPValueError, MixedPrecisionPolicy, ShardingConfig
+from fsdp2.tools import doctor
 from fsdp2.tools import metrics as metrics_module
 from fsdp2.tools.commands import explain as explain_command
 from fsdp2.tools.commands.estimate import sharding_arguments
 from fsdp2.tools.commands.sharding import blocks_that_are_cut
-from fsdp2.tools.commands.timeline import part_of, step
-from fsdp2.tools.doctor import exchange as doctor_exchange
-from fsdp2.tools.estimating.costs import Fusion, bytes_read, written_by
 from fsdp2.tools.metrics import PEAK_FLOPS
 from fsdp2.tools.observing.observation import Observation
 from fsdp2.tools.quantities import by_device_name
@@ -93,10 +90,10 @@ def test_a_launcher_that_hangs_is_asked_to_end_its_ranks(monkeypatch: pytest.Mon
     )
     started = subprocess.Popen([sys.executable, program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert started.stdout is not None and started.stdout.readline() == "up\n"
-    monkeypatch.setattr(doctor_exchange, "LIMIT_SECONDS", 0.2)
+    monkeypatch.setattr(doctor, "LIMIT_SECONDS", 0.2)
     began = time.monotonic()
     with mock.patch.object(subprocess, "Popen", lambda *_, **__: started):
-        assert "nothing came back" in str(doctor_exchange._start(2, None))
+        assert "nothing came back" in str(doctor._start(2))
     assert said.read_text() == "asked" and time.monotonic() - began < 30 and started.returncode == 1
 
 
@@ -126,35 +123,6 @@ def test_blocks_are_told_beside_other_settings() -> None:
     assert told["blocks"] == ("Layer",) and "shard" in told
 
 
-def test_only_samples_are_dealt_out_to_ranks() -> None:
-    batch = {"tokens": torch.arange(8).view(4, 2), "positions": torch.arange(2), "scale": torch.tensor(2.0), "n": 3}
-    mine = part_of(batch, 1, 2)
-    assert mine["tokens"].tolist() == [[4, 5], [6, 7]] and mine["positions"].tolist() == [0, 1]
-    assert mine["scale"].item() == 2.0 and mine["n"] == 3
-    with pytest.raises(FSDPValueError, match="the batch has 4 samples in dim 0, which 3 ranks do not divide"):
-        part_of(batch, 0, 3)
-    with pytest.raises(FSDPValueError, match="the batch has no samples"):
-        part_of({"n": 3}, 0, 2)
-
-
-class Returns(nn.Module):
-    """Something around the output of a layer."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.layer, self.how = nn.Linear(4, 4), how
-
-    def forward(self, x: torch.Tensor) -> Any:
-        x = self.layer(x)
-        return ((x, 1),) if self.how == "nested" else SimpleNamespace(loss=None, logits=x)
-
-
-@pytest.mark.parametrize("how", ["nested", "logits"])
-def test_a_timeline_finds_what_is_to_be_differentiated_as_an_estimate_does(how: str) -> None:
-    model = Returns(how)
-    step(model, torch.optim.SGD(model.parameters(), lr=0.1), (torch.ones(2, 4),))
-
-
 # ---- estimates -----------------------------------------------------------------------------------------
 
 
@@ -177,24 +145,6 @@ def test_what_trains_nothing_is_refused_and_left_as_it_is(has_parameters: bool) 
         with pytest.raises(FSDPValueError, match="nothing of Frozen is trained"):
             fsdp2.estimate(model, 2, batch=torch.empty(2, 4), hardware="cpu")
     assert type(model) is Frozen and "forward" not in vars(model)
-
-
-def test_a_fused_chain_writes_what_it_changes_in_place() -> None:
-    """As an optimizer: it reads four tensors, and writes three of them again."""
-    weight, gradient, first, second = (torch.empty(256) for _ in range(4))
-    chain = Fusion()
-    for function, changed, others in (
-        (torch.ops.aten.mul_.Tensor, first, [gradient]),
-        (torch.ops.aten.mul_.Tensor, second, [gradient]),
-        (torch.ops.aten.addcdiv_.default, weight, [first, second]),
-    ):
-        written = written_by(function, [changed, *others], {}, [])
-        chain.add(bytes_read(function, [changed, *others], written), written, [])
-    assert chain.end() == 7 * 1024 and chain.end() == 0
-    table, rows = torch.empty(1000, 64), torch.empty(3, 64)
-    embedding = torch.ops.aten.embedding.default
-    chain.add(bytes_read(embedding, [table, torch.empty(3)], [rows]), [rows], [rows])
-    assert chain.end() == 2 * 3 * 64 * 4
 
 
 def test_estimates_count_what_tensor_parallelism_exchanges_on_a_cpu() -> None:

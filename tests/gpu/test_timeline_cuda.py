@@ -52,4 +52,4 @@ def test_a_slow_kernel_is_shown_where_it_ran(world_of_one: None, tmp_path: Path)
     # The device's times lie between the host's, which has waited for the device at the end.
     assert all(record.begin - 1e-3 <= each.begin <= each.end <= record.end + 1e-3 for each in record.spans)
     assert found is not None and found.exposed_share is not None and 0 <= found.exposed_share <= 1
-    timeline.save(tmp_path / "timeline.html")
+    timeline.save(tmp_path / "timeline.json")

@@ -252,7 +252,6 @@ def estimated_peaks(run: Run) -> dict[str, int]:
         accumulation=run.accumulation,
         kept=run.kept,  # type: ignore[arg-type]
         loss=kind.loss,
-        remedies=False,
     )
     return {name: phase.nbytes for name, phase in found.phases.items()}
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemReader
 
 import fsdp2
 from fsdp2.tools.commands import main
@@ -77,12 +75,11 @@ def test_the_module_and_the_console_script_are_one(
 
 def test_explain(models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = fsdp2.ShardingConfig(blocks=("Block",), min_bytes=0, strategy="zero2").to_file(tmp_path / "a.json")
-    page = tmp_path / "page.html"
     arguments = ("explain", f"{models}:build", "--mesh", "2x4", "--config", str(config))
-    found = json.loads(said(capsys, *arguments, "--json", "--html", str(page)))
+    found = json.loads(said(capsys, *arguments, "--json"))
     sizes = {each["name"]: sum(buffer["unsharded_bytes"] for buffer in each["buffers"]) for each in found["groups"]}
     assert sizes == {"": REST_BYTES, "1": BLOCK_BYTES, "2": BLOCK_BYTES, "3": BLOCK_BYTES}
-    assert page.read_text().startswith("<!") and not torch.distributed.is_initialized()
+    assert not torch.distributed.is_initialized()
     text = said(capsys, *arguments)
     assert "sharded over 4 ranks in 2 copies" in text and "kept" in text
     assert "The settings of its ShardingConfig:\n  strategy: zero2\n  blocks: ['Block']\n  min_bytes: 0" in text
@@ -129,8 +126,6 @@ def test_mistakes_have_status_1(models: str, tmp_path: Path, capsys: pytest.Capt
         capsys, "estimate", f"{models}:build", "--batch", "8x64", "--optimizer", "AdanW", status=2
     )
     assert "there is no run" in said(capsys, "checkpoint", "list", str(tmp_path / "none"), status=1)
-    wanted = ("--to", "full", "--model", "models:build", "--use-orig-params")
-    assert "fsdp2 convert: " in said(capsys, "convert", str(tmp_path / "none"), "out", *wanted, status=1)
     config = fsdp2.ShardingConfig(mesh_shape=(2, -1)).to_file(tmp_path / "a.json")
     text = said(capsys, "explain", f"{models}:build", "--config", str(config), status=1)
     assert "depends on the number of ranks: say it, --mesh 4x8" in text
@@ -145,29 +140,14 @@ def test_a_batch_without_its_dtype_is_refused_in_a_sentence(
     assert "If its numbers are indices, write 8x4:int64 on the command line" in text and "Traceback" not in text
 
 
-def test_convert(models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = runpy.run_path(models)["build"]()
-    torch.save(model.state_dict(), tmp_path / "whole.pt")
-    sys.path.insert(0, str(tmp_path))
-    arguments = ("convert", "whole.pt", "out", "--from", "full", "--to", "dcp", "--model", "models:build", "--json")
-    assert json.loads(said(capsys, *arguments)) == {"out": "out", "to": "dcp"}
-    assert len(FileSystemReader("out").read_metadata().state_dict_metadata) == len(model.state_dict())
-    sys.modules.pop("models", None)
-
-
 def test_doctor_without_ranks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith(("NCCL_", "FSDP2_"))]:
         monkeypatch.delenv(name)
     found = json.loads(said(capsys, "doctor", "--no-exchange", "--json"))
     topics = {each["topic"] for each in found["findings"]}
-    assert {"fsdp2", "torch", "backend", "host", "ulimit", "name", "gpu"} <= topics and found["well"] is True
+    assert {"fsdp2", "torch", "backend", "device", "variables"} <= topics and found["well"] is True
     monkeypatch.setenv("FSDP2_COMM", "nccl")
     assert "PROBLEM  variables" in said(capsys, "doctor", "--no-exchange", status=1)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
-def test_doctor_asked_for_a_gpu_where_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "torch sees no CUDA device, and --gpu asks" in said(capsys, "doctor", "--no-exchange", "--gpu", status=1)
 
 
 # ---- what takes longer ------------------------------------------------------------------------------
@@ -191,24 +171,6 @@ def test_estimate(models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.full  # 5 s
 def test_suggest(models: str, capsys: pytest.CaptureFixture[str]) -> None:
-    text = said(capsys, "suggest", f"{models}:build", "--batch", "64x64", "--ranks", "4", "--json")
+    text = said(capsys, "estimate", f"{models}:build", "--batch", "64x64", "--ranks", "4", "--suggest", "--json")
     found, _ = json.JSONDecoder().raw_decode(text)  # what is being estimated follows, on stderr
-    assert found["best"][0]["arguments"].startswith("mesh_shape=4")
-
-
-def started(*arguments: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    root = str(Path(fsdp2.__file__).parents[1])
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([root, environment.pop("PYTHONPATH", "")]), **environment}
-    return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=300, cwd=folder, env=environ
-    )
-
-
-@pytest.mark.full  # 35 s
-def test_timeline(models: str, tmp_path: Path) -> None:
-    arguments = ("-m", "fsdp2", "timeline", f"{models}:build", "--batch", "8x64", "--ranks", "2", "--json")
-    done = started(*arguments, "--out", "a.html", "--out", "a.json", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout[done.stdout.index("{") :])
-    assert [each["rank"] for each in found["ranks"]] == [0, 1]
-    assert (tmp_path / "a.html").exists() and json.loads((tmp_path / "a.json").read_text())["traceEvents"]
+    assert found["best"] == found["tried"][0]["arguments"] and found["tried"][0]["fits"]

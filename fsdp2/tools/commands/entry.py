@@ -19,19 +19,15 @@ PROGRAM = "fsdp2"
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command: a module ``fsdp2.tools.commands.MODULE`` with ``parser`` and ``main``.
+    """One command: a module ``fsdp2.tools.commands.NAME`` with ``parser`` and ``main``.
 
     Attributes:
         name: on the command line.
         does: what it does, in a few words.
-        module: of it.
-        suffix: of the functions' names in it, where it has several commands.
     """
 
     name: str
     does: str
-    module: str
-    suffix: str = ""
 
     def parser(self) -> Parser:
         """What it understands."""
@@ -42,18 +38,15 @@ class Command:
         return cast(Callable[[Sequence[str]], int], self._function("main"))(arguments)
 
     def _function(self, name: str) -> object:
-        return getattr(importlib.import_module(f"fsdp2.tools.commands.{self.module}"), name + self.suffix)
+        return getattr(importlib.import_module(f"fsdp2.tools.commands.{self.name}"), name)
 
 
 COMMANDS: tuple[Command, ...] = (
-    Command("run", "run a program on fsdp2 that was written for torch's FSDP", "run"),
-    Command("explain", "say how a model is sharded, and what is slow about it", "explain"),
-    Command("estimate", "foretell memory, traffic and time of a training run, without its devices", "estimate"),
-    Command("suggest", "search for the best way to shard a model on given hardware", "suggest"),
-    Command("timeline", "show what each rank computes, gathers and waits for", "timeline"),
-    Command("doctor", "look for what is wrong, or slow, about this machine and environment", "doctor"),
-    Command("checkpoint", "look at checkpoints, and take care of them", "checkpoint"),
-    Command("convert", "convert flat checkpoints of torch's FSDP1", "convert"),
+    Command("run", "run a program on fsdp2 that was written for torch's FSDP"),
+    Command("explain", "say how a model is sharded, and what is slow about it"),
+    Command("estimate", "foretell memory and traffic of a training run, without its devices"),
+    Command("doctor", "look at versions, devices, variables, and one exchange between ranks"),
+    Command("checkpoint", "look at checkpoints, and take care of them"),
 )
 
 USAGE = f"usage: {PROGRAM} COMMAND ..."

@@ -1,8 +1,8 @@
-"""``fsdp2 estimate``: `fsdp2.estimate` of a model that a function makes, with what a command line can say."""
+"""``fsdp2 estimate``: `fsdp2.estimate`, or `fsdp2.suggest`, of a model that a function makes."""
 
 from __future__ import annotations
 
-import argparse
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
@@ -19,11 +19,14 @@ from fsdp2.tools.commands.sharding import add_mesh, add_sharding, add_target, co
 from fsdp2.tools.estimating.estimate import DEFAULT_HARDWARE, estimate
 from fsdp2.tools.estimating.hardware import KNOWN, hardware_of
 from fsdp2.tools.estimating.request import CHECKPOINTING
+from fsdp2.tools.estimating.suggest import suggest
 from fsdp2.tools.progress import working
 
 DESCRIPTION = """\
-Foretell what one rank of a training run needs: memory by phase, bytes per link, time of a step; and whether it fits,
-and what would make it fit. Two steps of one rank are run on tensors without memory; no device is needed."""
+Foretell what one rank of a training run needs: memory by phase and bytes per link; and whether it fits. Two steps of
+one rank are run on tensors without memory; no device is needed.
+
+With --suggest it estimates strategies, checkpointing and offloading, and says which of them fit."""
 
 EXAMPLE = "fsdp2 estimate my_package.models:llama --mesh 128 --batch 256x8192:int64 --hardware h100-8x --dtype bfloat16"
 
@@ -35,8 +38,13 @@ def parser() -> Parser:
     """What it understands."""
     made = Parser("fsdp2 estimate", DESCRIPTION, EXAMPLE)
     add_target(made)
-    add_mesh(made, None)
-    add_workload(made)
+    add_mesh(made)
+    made.add_argument("--batch", required=True, metavar="BATCH", help=BATCH_HELP)
+    made.add_argument(
+        "--optimizer", default="AdamW", metavar="NAME", help="a class of torch.optim, MODULE:CLASS, or none (AdamW)"
+    )
+    made.add_argument("--hardware", default=DEFAULT_HARDWARE, metavar="NAME", help=HARDWARE_HELP)
+    made.add_argument("--loss", metavar="LOSS", help=LOSS_HELP)
     add_sharding(made)
     made.add_argument("--checkpointing", choices=CHECKPOINTING, default="none", help="of activations (default: none)")
     made.add_argument("--accumulation", type=int, default=1, metavar="N", help="microbatches of a step (default: 1)")
@@ -46,34 +54,9 @@ def parser() -> Parser:
         default="unsharded",
         help="gradients, between microbatches (unsharded)",
     )
+    made.add_argument("--suggest", action="store_true", help="try strategies, checkpointing and offloading")
     add_json(made)
     return made
-
-
-def add_workload(parser: argparse.ArgumentParser) -> None:
-    """The batch, the optimizer and the machine."""
-    parser.add_argument("--batch", required=True, metavar="BATCH", help=BATCH_HELP)
-    parser.add_argument(
-        "--optimizer", default="AdamW", metavar="NAME", help="a class of torch.optim, MODULE:CLASS, or none (AdamW)"
-    )
-    parser.add_argument("--hardware", default=DEFAULT_HARDWARE, metavar="NAME", help=HARDWARE_HELP)
-    parser.add_argument("--loss", metavar="LOSS", help=LOSS_HELP)
-    parser.add_argument("--compiled", action="store_true", help="as if torch.compile fused what lies between products")
-
-
-def workload_of(options: argparse.Namespace) -> dict[str, Any]:
-    """What `add_workload` has understood, as arguments of `estimate` and `suggest`.
-
-    Raises:
-        FSDPValueError: there is no such batch, optimizer, loss or hardware.
-    """
-    return {
-        "batch": make_batch(options.batch, "meta"),
-        "optimizer": optimizer_named(options.optimizer),
-        "hardware": hardware_of(options.hardware),
-        "loss": loss_named(options.loss),
-        "compiled": options.compiled,
-    }
 
 
 HARDWARE_HELP = (
@@ -147,31 +130,37 @@ def sharding_arguments(config: ShardingConfig) -> dict[str, Any]:
     return {**made, "blocks": config.blocks, "shard": lambda model, mesh: shard(model, mesh, config)}
 
 
-def target(name: str) -> Callable[[], nn.Module]:
-    """The function that makes the model, which is called inside of the simulation."""
-    return look_up(name)
+def _tell(what: str) -> None:
+    print(f"estimating {what}", flush=True, file=sys.stderr)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print it; the exit status: 1 if it does not fit."""
+    """Print it; the exit status: 1 if it, or with --suggest nothing, fits."""
     understood = parser()
     options = understood.parse_all(arguments)
     with understood.understanding():
-        workload = workload_of(options)
+        workload: dict[str, Any] = {
+            "batch": make_batch(options.batch, "meta"),
+            "optimizer": optimizer_named(options.optimizer),
+            "hardware": hardware_of(options.hardware),
+            "loss": loss_named(options.loss),
+            "accumulation": options.accumulation,
+            "kept": options.kept,
+        }
     config = config_of(options)
     shape, names = mesh_of(options, config, "8")
     if config.dp_mesh_dims != default_of("dp_mesh_dims") and names is None:
         raise FSDPValueError("the config names dims in 'dp_mesh_dims' that --mesh has not: write 'mesh_shape' there.")
+    make_model, told = look_up(options.model), sharding_arguments(config)  # called inside of the simulation
+    if options.suggest:
+        chosen = {name: told[name] for name in ("mp_policy", "blocks")}
+        with understood.understanding():
+            tried = suggest(make_model, shape, progress=_tell, **workload, **chosen)
+        print(tried.to_json() if options.json else tried)
+        return 0 if tried.best else 1
     with working("estimating"), understood.understanding():
         found = estimate(
-            target(options.model),
-            shape,
-            mesh_dim_names=names,
-            checkpointing=options.checkpointing,
-            accumulation=options.accumulation,
-            kept=options.kept,
-            **workload,
-            **sharding_arguments(config),
+            make_model, shape, mesh_dim_names=names, checkpointing=options.checkpointing, **workload, **told
         )
     print(found.to_json() if options.json else found)
     return 0 if found.fits else 1

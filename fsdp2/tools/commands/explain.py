@@ -37,11 +37,10 @@ def parser() -> Parser:
     """What it understands."""
     made = Parser("fsdp2 explain", DESCRIPTION, "fsdp2 explain my_package.models:build --mesh 64 --strategy zero2")
     add_target(made)
-    add_mesh(made, None)
+    add_mesh(made)
     add_sharding(made)
     made.add_argument("--ranks-per-node", type=int, default=8, metavar="N", help="(default: %(default)s)")
     made.add_argument("--group", metavar="NAME", help="all that is known of one group, by its name or a parameter's")
-    made.add_argument("--html", metavar="FILE", help="write one page with the memory drawn to scale, too")
     add_json(made)
     return made
 
@@ -64,8 +63,6 @@ def main(arguments: Sequence[str]) -> int:
             mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
             note = blocks_that_are_cut(model, config)
             explanation = explain(shard(model, mesh, config), ranks_per_node=options.ranks_per_node)
-        if options.html:
-            explanation.to_html(options.html)
         if options.json:
             found = {**json.loads(explanation.to_json()), "notes": [note] if note else []}
             print(json.dumps(found, indent=2))

@@ -59,7 +59,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong and what was meant, and leave with status 2."""
-        said = _plainer(message)
+        said = message if message.endswith((".", "?")) else f"{message}."
         meant = "".join(self._meant(message))
         print(f"{self.prog}: {said}{meant}\n{self.format_usage().strip()}", file=sys.stderr)
         print(f"{self.prog} --help says more.", file=sys.stderr)
@@ -80,20 +80,6 @@ class Parser(argparse.ArgumentParser):
         found = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
         if found and not message.startswith("argument -"):  # of a few words all of which are listed, none is nearer
             yield nearest(found[1], re.findall(r"[\w./+-]+", found[2]))
-
-
-def _plainer(message: str) -> str:
-    """argparse's sentences, as sentences."""
-    found = re.match(r"unrecognized arguments: (.*)", message)
-    if found:
-        return f"there is no {'option' if found[1].startswith('-') else 'such argument'} {found[1]}."
-    found = re.match(r"the following arguments are required: (.*)", message)
-    if found:
-        return f"this is missing: {found[1]}."
-    found = re.match(r"argument (\S+): invalid choice: '([^']*)' \(choose from (.*)\)", message)
-    if found:
-        return f"there is no {found[1]} '{found[2]}'; there are {found[3]}."
-    return message if message.endswith((".", "?")) else f"{message}."
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

@@ -1,10 +1,9 @@
-"""What ``explain``, ``estimate`` and ``timeline`` have in common: options that say what to shard how."""
+"""What ``explain`` and ``estimate`` have in common: options that say what to shard how."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import re
 from typing import Any, get_args
 
 import torch
@@ -18,7 +17,7 @@ from fsdp2.errors import FSDPValueError
 from fsdp2.grouping.config import ShardingConfig
 from fsdp2.grouping.group_choice import common_name
 from fsdp2.grouping.sharding import auto_shard, choose_groups
-from fsdp2.tools.commands.models import TARGET, TARGET_HELP, mesh_shape_of, ranks_of
+from fsdp2.tools.commands.models import TARGET, TARGET_HELP, mesh_shape_of
 from fsdp2.tools.quantities import shown_bytes
 
 _NO_LIMIT = 2**62
@@ -30,20 +29,14 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar=TARGET, help=TARGET_HELP)
 
 
-def add_mesh(parser: argparse.ArgumentParser, default: str | None) -> None:
+def add_mesh(parser: argparse.ArgumentParser) -> None:
     """How many ranks there are."""
-    said = "" if default is None else f" (default: {default})"
-    parser.add_argument(
-        *("--mesh", "--ranks"),
-        metavar="RANKS",
-        type=_mesh,
-        default=default,
-        help=f"how many ranks, 8, or replicas and shards, 4x8{said}; both names mean the same",
-    )
+    said = "how many ranks, 8, or replicas and shards, 4x8; both names mean the same"
+    parser.add_argument("--mesh", "--ranks", metavar="RANKS", type=_mesh, help=said)
 
 
 def _mesh(text: str) -> str:
-    """argparse's, as `_number_of_ranks`.
+    """argparse's: its error is of the wrong use of a command line.
 
     Raises:
         argparse.ArgumentTypeError: it is no mesh.
@@ -53,34 +46,6 @@ def _mesh(text: str) -> str:
     except FSDPValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text
-
-
-def add_ranks(parser: argparse.ArgumentParser, default: int | None, means: str) -> None:
-    """How many ranks there are, where a command makes the mesh itself."""
-    parser.add_argument(
-        *("--ranks", "--mesh"),
-        dest="ranks",
-        type=_number_of_ranks,
-        default=default,
-        metavar="N",
-        help=f"{means}; both names mean the same",
-    )
-
-
-def _number_of_ranks(text: str) -> int:
-    """argparse's: its error is of the wrong use of a command line.
-
-    Raises:
-        argparse.ArgumentTypeError: it is no number, but a mesh or something else.
-    """
-    if re.fullmatch(r"[1-9]\d*", text):
-        return int(text)
-    if re.fullmatch(r"[1-9]\d*(x[1-9]\d*)+", text):
-        ranks = ranks_of(mesh_shape_of(text))
-        raise argparse.ArgumentTypeError(
-            f"this command chooses the mesh itself and takes a number of ranks, got '{text}': say --ranks {ranks}"
-        )
-    raise argparse.ArgumentTypeError(f"a number of ranks is needed, 8, got '{text}'")
 
 
 def add_sharding(parser: argparse.ArgumentParser) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,14 +14,13 @@ from fsdp2.core.options import CPUOffloadPolicy, MixedPrecisionPolicy
 from fsdp2.core.state import Strategy
 from fsdp2.errors import FSDPTypeError
 from fsdp2.features.accumulation import Kept
-from fsdp2.tools.estimating.hardware import Hardware, hardware_of
+from fsdp2.tools.estimating.hardware import Hardware, fitting, hardware_of
 from fsdp2.tools.estimating.memory import Peak, Phase, Use
 from fsdp2.tools.estimating.rank import Observation, observe
-from fsdp2.tools.estimating.request import CHECKPOINTING, Checkpointing, MakeModel, MakeOptimizer, Request, Shard
-from fsdp2.tools.estimating.result import CollectiveSum, Estimate, PhasePeak, Remedy, StepTime
+from fsdp2.tools.estimating.request import Checkpointing, MakeModel, MakeOptimizer, Request, Shard
+from fsdp2.tools.estimating.result import CollectiveSum, Estimate, PhasePeak
 
 DEFAULT_HARDWARE = "h100-8x"
-FUSED = "an optimizer with fused=True"
 
 
 @checked(
@@ -54,18 +52,15 @@ def estimate(
     kept: Kept = "unsharded",
     loss: Callable[..., torch.Tensor] | None = None,
     activation_bytes: int | None = None,
-    matmul_dtype: torch.dtype | None = None,
-    compiled: bool = False,
-    remedies: bool = True,
 ) -> Estimate:
-    """What one rank of a training run needs: memory, traffic, time. On a laptop: no device, no peers, no memory.
+    """What one rank of a training run needs: memory and traffic. On a laptop: no device, no peers, no memory.
 
         >>> batch = torch.empty(1024, 8192, dtype=torch.int64, device="meta")
         >>> print(fsdp2.estimate(lambda: Llama(config), 1024, batch=batch, hardware="h100-8x"))
 
     The engine itself runs two steps of rank 0, on tensors without memory and a process group without peers, and
-    everything that is allocated, exchanged and computed is counted. The process group is made and destroyed inside. One
-    process calls it, by itself. See 'Know before a run whether it fits, and how fast it is' in the documentation.
+    everything that is allocated and exchanged is counted. The process group is made and destroyed inside. One process
+    calls it, by itself. See 'Know before a run whether it fits' in the documentation.
 
     Args:
         make_model: makes the model, on whatever device; it is called inside of the simulation, so that a model of any
@@ -91,11 +86,7 @@ def estimate(
         loss: called with the output and what the model was called with; returns what is differentiated. By default
             ``output.loss``, or the sum of the output.
         activation_bytes: what one forward keeps for backward, for models that cannot run without values; nothing is
-            then computed, and no time estimated.
-        matmul_dtype: in which matrices are multiplied if not in their own dtype (``torch.float8_e4m3fn``): changes time
-            only.
-        compiled: as if ``torch.compile`` made one kernel of all between two matrix products: changes time only.
-        remedies: if it does not fit, whether to try what would make it fit.
+            then computed.
 
     Returns:
         The estimate. ``print`` shows it.
@@ -106,33 +97,41 @@ def estimate(
             sharded already, arguments that contradict each other.
         FSDPRuntimeError: a process group exists; the forward depends on values.
     """
+    return answer(
+        request_of(
+            make_model=make_model,
+            mesh_shape=mesh_shape,
+            batch=batch,
+            optimizer=optimizer,
+            strategy=strategy,
+            hardware=hardware,
+            mesh_dim_names=mesh_dim_names,
+            mp_policy=mp_policy,
+            offload_policy=offload_policy,
+            blocks=blocks,
+            shard=shard,
+            checkpointing=checkpointing,
+            accumulation=accumulation,
+            kept=kept,
+            loss=loss,
+            activation_bytes=activation_bytes,
+        )
+    )
+
+
+def request_of(
+    *,
+    mesh_shape: int | tuple[int, ...],
+    hardware: Hardware | str,
+    mesh_dim_names: tuple[str, ...] | None = None,
+    **arguments: Any,
+) -> Request:
+    """The request that these arguments of `estimate` make."""
     if not isinstance(mesh_shape, (int, tuple)):
         raise FSDPTypeError(f"estimate takes an int, or a tuple of ints, as 'mesh_shape', got {mesh_shape!r}.")
     shape = (mesh_shape,) if isinstance(mesh_shape, int) else tuple(mesh_shape)
-    request = Request(
-        make_model=make_model,
-        mesh_shape=shape,
-        batch=batch,
-        optimizer=optimizer,
-        strategy=strategy,
-        hardware=hardware_of(hardware),
-        mesh_dim_names=tuple(mesh_dim_names) if mesh_dim_names is not None else names_of(shape),
-        mp_policy=mp_policy,
-        offload_policy=offload_policy,
-        blocks=blocks,
-        shard=shard,
-        checkpointing=checkpointing,
-        accumulation=accumulation,
-        kept=kept,
-        loss=loss,
-        activation_bytes=activation_bytes,
-        matmul_dtype=matmul_dtype,
-        compiled=compiled,
-    )
-    found = answer(request)
-    if found.fits or not remedies:
-        return found
-    return replace(found, remedies=tuple(_tried(request)))
+    names = names_of(shape) if mesh_dim_names is None else tuple(mesh_dim_names)
+    return Request(mesh_shape=shape, mesh_dim_names=names, hardware=hardware_of(hardware), **arguments)
 
 
 def names_of(shape: tuple[int, ...]) -> tuple[str, ...]:
@@ -161,14 +160,13 @@ def answer(request: Request, caller: str = "fsdp2.estimate") -> Estimate:
         peak_bytes=peak_bytes,
         resting_bytes=sum(resting.values()),
         host_bytes=host_bytes,
-        activations=seen.saved if request.activation_bytes is None else {"as given": extra},
+        activation_bytes=seen.kept if request.activation_bytes is None else extra,
         collectives=sums,
         sent_inside=sum(each.sent_inside for each in sums),
         sent_between=sum(each.sent_between for each in sums),
         to_host=seen.traffic.to_host,
         fits=peak_bytes <= hardware.usable_bytes and host_bytes <= hardware.host_memory_bytes,
-        remedies=(),
-        time=_time(request, seen, sums),
+        fits_on=fitting(peak_bytes),
     )
 
 
@@ -186,34 +184,9 @@ def _named(by_use: dict[Use, int]) -> dict[str, int]:
 
 def _collectives(seen: Observation) -> tuple[CollectiveSum, ...]:
     return tuple(
-        CollectiveSum(
-            kind=kind.value,
-            ranks=shape.ranks,
-            nodes=shape.nodes,
-            count=each.count,
-            nbytes=each.nbytes,
-            sent_inside=round(each.sent_inside),
-            sent_between=round(each.sent_between),
-            seconds=each.seconds,
-        )
-        for (kind, shape), each in seen.traffic.sums.items()
-        if shape.ranks > 1
-    )
-
-
-def _time(request: Request, seen: Observation, sums: tuple[CollectiveSum, ...]) -> StepTime | None:
-    hardware = request.hardware
-    if not hardware.has_streams or request.activation_bytes is not None:
-        return None
-    peak = hardware.flops_of(request.matmul_dtype or seen.matmul_dtype)
-    return StepTime(
-        seconds=seen.seconds,
-        compute_seconds=seen.busy_seconds,
-        exposed_seconds=sum(seen.waited.values()),
-        communication_seconds=sum(each.seconds for each in sums),
-        flops=seen.flops,
-        model_flops=seen.model_flops,
-        mfu=seen.model_flops / (seen.seconds * peak) if peak and seen.seconds else 0.0,
+        CollectiveSum(kind, ranks, nodes, each.count, each.nbytes, each.sent_inside, each.sent_between)
+        for (kind, ranks, nodes), each in seen.traffic.sums.items()
+        if ranks > 1
     )
 
 
@@ -234,63 +207,9 @@ def _settings(request: Request, seen: Observation) -> dict[str, str]:
     said["checkpointing"] = request.checkpointing
     if request.accumulation > 1:
         said["microbatches"] = f"{request.accumulation} ({request.kept} gradients)"
-    if request.matmul_dtype is not None:
-        said["multiplies in"] = _dtype(request.matmul_dtype)
-    name = "none" if request.optimizer is None else getattr(request.optimizer, "__name__", "given")
-    said["optimizer"] = f"{name}(fused=True)" if request.fused else name
-    if request.compiled:
-        said["compiled"] = "yes"
+    said["optimizer"] = "none" if request.optimizer is None else getattr(request.optimizer, "__name__", "given")
     return said
 
 
 def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-# -- what would make it fit
-
-
-def _tried(request: Request) -> Iterator[Remedy]:
-    """What else could be done, each on top of those before; until something fits."""
-    said: dict[str, str] = {}
-    for change, words in _changes(request):
-        request = replace(request, **change)
-        if "accumulation" in change:
-            said.pop("kept", None)  # it says that, too
-        said[next(iter(change))] = words
-        found = answer(request)
-        seconds = None if found.time is None else found.time.seconds
-        yield Remedy(", ".join(said.values()), found.peak_bytes, found.fits, seconds)
-        if found.fits:
-            return
-
-
-def _changes(request: Request) -> Iterator[tuple[dict[str, Any], str]]:
-    """What is tried, the cheapest first: no change of numbers, less memory, and then more time."""
-    assert {each.name for each in fields(Request)} >= {"checkpointing", "accumulation", "strategy", "offload_policy"}
-    computes, by_itself = request.activation_bytes is None, request.shard is None
-    kept = request.kept
-    if request.can_fuse():
-        yield {"fused": True}, FUSED
-    if request.accumulation > 1 and kept == "unsharded":
-        kept = "sharded"
-        yield {"kept": kept}, f"kept={kept!r}"
-    if computes:
-        for how in CHECKPOINTING[CHECKPOINTING.index(request.checkpointing) + 1 :]:
-            yield {"checkpointing": how}, f"checkpointing={how!r}"
-    if by_itself and request.strategy not in (None, "zero3"):
-        yield {"strategy": "zero3"}, "strategy='zero3'"
-    if by_itself and len(request.mesh_shape) == 2 and request.mesh_shape[0] > 1:
-        yield {"mesh_shape": (request.ranks,), "mesh_dim_names": ("shard",)}, f"mesh_shape={request.ranks}"
-    if computes:
-        for count in microbatches_of(request):
-            if count > request.accumulation:
-                yield {"accumulation": count, "kept": "sharded"}, f"accumulation={count}, kept='sharded'"
-    if not isinstance(request.offloading, CPUOffloadPolicy) and by_itself:
-        yield {"offload_policy": CPUOffloadPolicy()}, "offload_policy=CPUOffloadPolicy()"
-
-
-def microbatches_of(request: Request) -> list[int]:
-    """Numbers of microbatches that are worth a try: powers of two up to 64, of those that divide a rank's samples."""
-    samples = request.samples // request.data_parallel
-    return [count for count in (2, 4, 8, 16, 32, 64) if samples % count == 0]

@@ -22,23 +22,12 @@ from fsdp2.core.state import states_below
 from fsdp2.core.streams import FSDPCommContext
 from fsdp2.errors import FSDPRuntimeError, FSDPValueError
 from fsdp2.features.accumulation import accumulate
-from fsdp2.tools.estimating.clocks import COMPUTE, Clocks, SimulatedDevice
 from fsdp2.tools.estimating.memory import MemoryLog, Phase, Use, resizes_seen
 from fsdp2.tools.estimating.observing import Observer
 from fsdp2.tools.estimating.refused import refused_batch
 from fsdp2.tools.estimating.request import Request
-from fsdp2.tools.estimating.simulation import simulated_world
-from fsdp2.tools.estimating.subject import (
-    Switch,
-    blocks_of,
-    calls_as_registered,
-    calls_of,
-    can_stand_in,
-    made,
-    sharded,
-    shorten,
-    stand_in,
-)
+from fsdp2.tools.estimating.simulation import SimulatedDevice, simulated_world
+from fsdp2.tools.estimating.subject import blocks_of, checkpoint_as, made, sharded, stand_in
 from fsdp2.tools.estimating.traffic import Observed, Traffic, transports_observed
 
 SIMULATED_MICROBATCHES = 3
@@ -53,13 +42,7 @@ class Observation:
         model: the name of its class, as it was before it was sharded.
         log: its memory, of the step.
         traffic: its collectives, of the step.
-        saved: bytes that were kept for backward, by how blocks were checkpointed: as asked, and "none" or "blocks".
-        seconds: of the step; 0 where time is not counted.
-        busy_seconds: how long computation ran.
-        waited: for how long computation stood still, by what it waited for.
-        flops: that were computed.
-        model_flops: that count for the utilization.
-        matmul_dtype: in which most operations of matrix products are.
+        kept: bytes that a forward kept for backward.
         parameters: elements of the model.
         offloaded: those of them that rest in host memory, on devices that have their own.
         groups: how many.
@@ -69,13 +52,7 @@ class Observation:
     model: str
     log: MemoryLog
     traffic: Traffic
-    saved: dict[str, int]
-    seconds: float
-    busy_seconds: float
-    waited: dict[str, float]
-    flops: float
-    model_flops: float
-    matmul_dtype: torch.dtype
+    kept: int
     parameters: int
     offloaded: int
     groups: int
@@ -141,22 +118,11 @@ class Rank:
 
     def __init__(self, request: Request, mode: Any) -> None:
         self._request = request
+        self._has_streams = request.hardware.has_streams
         self.log = MemoryLog()
-        self._clocks = Clocks() if request.hardware.has_streams else None
-        self.traffic = Traffic(request.hardware, self.log, self._clocks)
-        self.observer = Observer(
-            mode,
-            self.log,
-            clocks=self._clocks,
-            hardware=request.hardware,
-            dtype=request.matmul_dtype,
-            fuses=request.compiled,
-        )
-        self.observer.exchanged = self.traffic.add
-        self._switch = Switch(request.checkpointing)
-        self._switch.runs = self.observer.recomputing
+        self.traffic = Traffic(request.hardware, self.log)
+        self.observer = Observer(mode, self.log, self.traffic.add, counts_workspaces=not self._has_streams)
         self._computes = request.activation_bytes is None
-        self._can_switch = request.checkpointing != "none" or request.shard is None
         self._hooked: set[int] = set()
         self._loss_said = "none: nothing is computed"
 
@@ -164,8 +130,6 @@ class Rank:
         """Make the model, shard it over ``mesh``, make the optimizer and the batch."""
         request = self._request
         model = made(request.make_model)
-        if request.depth is not None:
-            shorten(model, request.depth)
         self._name = type(model).__name__
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise FSDPValueError(
@@ -173,105 +137,50 @@ class Rank:
                 "training steps."
             )
         self._parameters = sum(parameter.numel() for parameter in model.parameters())
-        if self._computes and self._can_switch:
+        if self._computes and request.checkpointing != "none":
             for block in blocks_of(model, request):
-                self._switch.around(block)
+                checkpoint_as(request.checkpointing, block)
         self.model = sharded(model, mesh, request)
         if not self._computes:
-            stand_in(self.model, calls_as_registered(self.model))
-        if self._clocks is not None:
-            comm = FSDPCommContext(SimulatedDevice(self._clocks))
+            stand_in(self.model)
+        if self._has_streams:
+            comm = FSDPCommContext(SimulatedDevice())
             for state in states_below(self.model):
                 state.compute_through(comm)  # as if it was on a device with streams
         self._know(self.model.parameters(), Use.SHARDS)
         self.optimizer = None if request.optimizer is None else request.optimizer(list(self.model.parameters()))
-        if self.optimizer is not None and self._clocks is not None and (request.fused or not self._offloaded()):
-            _step_as_on_devices(self.optimizer, "fused" if request.fused else "foreach")
+        if self.optimizer is not None and self._has_streams and not self._offloaded():
+            _step_as_on_devices(self.optimizer)
         self._args, self._kwargs = request.local_batch()
         if not self._computes:
-            self._args, self._kwargs = (_scalar(),), {}
+            self._args, self._kwargs = (torch.empty((), requires_grad=True),), {}  # what `stand_in` takes
 
     # -- steps
 
     def observe(self) -> Observation:
-        """Steps, of which all but the last meet every buffer and learn the order; what the last did.
-
-        The first forward is of another way of checkpointing, for what it keeps. It also tells which modules are called,
-        so that the first step need not compute: the engine runs its groups in that order.
-        """
-        saved = self._warm_up()
+        """Steps, of which all but the last meet every buffer and learn the order; what the last did."""
+        self._step()
         orders = None
         while orders != self._orders():
             orders = self._orders()
-            observation = self._observed_step()
-        observation.saved.update(saved)
-        return observation
-
-    def _orders(self) -> list[Any]:
-        """In which every root runs its groups."""
-        return [(root.learned_order, root.learned_backward_order) for root in roots_of(states_below(self.model))]
-
-    def _warm_up(self) -> dict[str, int]:
-        """One step, in which nothing is computed if that can be left out. Returns what another checkpointing keeps."""
-        if not self._computes:
+            self._know_unsharded()
+            self.log.marks.clear()
+            self.traffic.reset()
             self._step()
-            return {}
-        how = self._switch.how
-        if self._can_switch:
-            self._switch.how = "none" if how != "none" else "blocks"
-        calls = calls_of(self.model, self._forward_only)
-        self._know_unsharded()
-        saved = {self._switch.how: self._kept()} if self._can_switch else {}
-        self._switch.how = how
-        if not can_stand_in(self.model):
-            self._step()
-            return saved
-        given, self._args, self._kwargs, self._computes = (self._args, self._kwargs), (_scalar(),), {}, False
-        replaced = stand_in(self.model, calls)
-        self._step()
-        replaced.put_back()
-        (self._args, self._kwargs), self._computes = given, True
-        return saved
-
-    def _forward_only(self) -> None:
-        with self.observer.during(Phase.FORWARD):
-            loss = self._loss()
-        del loss
-
-    def _kept(self) -> int:
-        """What the last forward has kept for backward."""
-        return sum(self.log.at_end_of(Phase.FORWARD, lambda use: use is Use.ACTIVATIONS).values())
-
-    def _observed_step(self) -> Observation:
-        self._know_unsharded()
-        self.log.marks.clear()
-        self.traffic.reset()
-        self.observer.reset()
-        began = 0.0
-        if self._clocks is not None:
-            self._clocks.reset()
-            began = self._clocks.times[COMPUTE]
-        self._step()
-        return self._observation(began)
-
-    def _observation(self, began: float) -> Observation:
-        clocks = self._clocks
         return Observation(
             model=self._name,
             log=self.log,
-            traffic=self.traffic.snapshot(),
-            saved={self._switch.how: self._kept()},
-            seconds=0.0 if clocks is None else clocks.times[COMPUTE] - began,
-            busy_seconds=0.0 if clocks is None else clocks.busy[COMPUTE],
-            waited={} if clocks is None else dict(clocks.waited),
-            flops=self.observer.flops,
-            model_flops=self.observer.model_flops,
-            matmul_dtype=self.observer.matmul_dtype,
+            traffic=self.traffic,
+            kept=sum(self.log.at_end_of(Phase.FORWARD, lambda use: use is Use.ACTIVATIONS).values()),
             parameters=self._parameters,
             offloaded=sum(parameter.numel() for parameter in self._offloaded()),
             groups=sum(len(state.unit) for state in states_below(self.model)),
             loss=self._loss_said,
         )
+
+    def _orders(self) -> list[Any]:
+        """In which every root runs its groups."""
+        return [(root.learned_order, root.learned_backward_order) for root in roots_of(states_below(self.model))]
 
     def _step(self) -> None:
         request, count = self._request, self._request.accumulation
@@ -279,27 +188,14 @@ class Rank:
         simulated = range(count) if count <= SIMULATED_MICROBATCHES else (0, 1, count - 1)
         for index in simulated:
             is_last = index == count - 1
-            since = self._so_far()
+            since = self.traffic.snapshot()
             with accumulate(self.model, last=is_last, kept=request.kept) if count > 1 else nullcontext():
                 self._microbatch()
             if index == 1 and not is_last:
-                self._repeat(since, count - len(simulated))
+                self.traffic.repeat(since, count - len(simulated))  # (memory is the same each time)
         if self.optimizer is not None:
             self._step_optimizer(self.optimizer)
         self.model.zero_grad()
-
-    def _so_far(self) -> tuple[Traffic, Clocks | None, float, float]:
-        clocks = None if self._clocks is None else self._clocks.copy()
-        return self.traffic.snapshot(), clocks, self.observer.flops, self.observer.model_flops
-
-    def _repeat(self, since: tuple[Traffic, Clocks | None, float, float], times: int) -> None:
-        """All that was exchanged and computed since then, ``times`` more times. (Memory is the same each time.)"""
-        traffic, clocks, flops, model_flops = since
-        self.traffic.repeat(traffic, times)
-        if self._clocks is not None and clocks is not None:
-            self._clocks.repeat(clocks, times)
-        self.observer.flops += times * (self.observer.flops - flops)
-        self.observer.model_flops += times * (self.observer.model_flops - model_flops)
 
     def _microbatch(self) -> None:
         with self.observer.during(Phase.FORWARD):
@@ -351,7 +247,7 @@ class Rank:
         """Whether it is offloaded. (On CPUs there is no other memory.)"""
         owner = fsdp_param_of(parameter)
         is_offloaded = owner is not None and owner.group is not None and owner.group.storage.offloading.is_host
-        return is_offloaded and self._request.hardware.has_streams
+        return is_offloaded and self._has_streams
 
     def _offloaded(self) -> list[torch.Tensor]:
         return [each for each in self.model.parameters() if self._is_on_host(each)]
@@ -381,7 +277,7 @@ class Rank:
                     self.log.use(buffers.unsharded.storage, Use.UNSHARDED)
 
     def _know_place(self, group: FSDPParamGroup) -> None:
-        offloads = group.storage.offloading.is_host and self._request.hardware.has_streams
+        offloads = group.storage.offloading.is_host and self._has_streams
         for way in (group.transport, group.reducer.transport):
             if isinstance(way, Observed):
                 way.offloads = offloads
@@ -401,16 +297,11 @@ class Rank:
             self._know([parameter.grad], Use.UNSHARDED_GRADIENTS)
 
 
-def _step_as_on_devices(optimizer: torch.optim.Optimizer, way: str) -> None:
+def _step_as_on_devices(optimizer: torch.optim.Optimizer) -> None:
     """torch's optimizers step on lists of tensors where they may choose, but not on CPUs."""
     for group in optimizer.param_groups:
         if group.get("foreach", False) is None and not group.get("fused"):
-            group[way] = True
-
-
-def _scalar() -> torch.Tensor:
-    """What `stand_in` takes."""
-    return torch.empty((), requires_grad=True)
+            group["foreach"] = True
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -30,11 +30,7 @@ SAME_SAMPLES = ("tp", "cp", "pp")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What `fsdp2.estimate` is asked. Fields are its arguments, and what else is tried.
-
-    Attributes:
-        depth: the model has only so many blocks.
-        fused: an optimizer that would step on lists of tensors (foreach) steps in one kernel, without temporaries.
+    """What `fsdp2.estimate` is asked. Fields are its arguments.
 
     Raises:
         FSDPTypeError: the batch holds no tensor, the optimizer cannot be called.
@@ -43,24 +39,20 @@ class Request:
 
     make_model: MakeModel | nn.Module
     mesh_shape: tuple[int, ...]
+    mesh_dim_names: tuple[str, ...]
     batch: Any
     optimizer: MakeOptimizer | None
-    strategy: Strategy | None
     hardware: Hardware
-    mesh_dim_names: tuple[str, ...]
     mp_policy: MixedPrecisionPolicy
-    offload_policy: OffloadChoice | None
-    blocks: Any
-    shard: Shard | None
-    checkpointing: Checkpointing
-    accumulation: int
-    kept: Kept
-    loss: Callable[..., torch.Tensor] | None
-    activation_bytes: int | None
-    matmul_dtype: torch.dtype | None
-    compiled: bool
-    depth: int | None = None
-    fused: bool = False
+    strategy: Strategy | None = None
+    offload_policy: OffloadChoice | None = None
+    blocks: Any = None
+    shard: Shard | None = None
+    checkpointing: Checkpointing = "none"
+    accumulation: int = 1
+    kept: Kept = "unsharded"
+    loss: Callable[..., torch.Tensor] | None = None
+    activation_bytes: int | None = None
 
     def __post_init__(self) -> None:
         """Check what can be checked without a model."""
@@ -120,16 +112,6 @@ class Request:
     def offloading(self) -> OffloadChoice:
         """``offload_policy``, in our own classes."""
         return offload_choice(self.offload_policy)
-
-    def can_fuse(self) -> bool:
-        """Whether `fused` changes anything: torch chooses how it steps, not its user, and not on CPUs."""
-        if self.optimizer is None or self.fused or not self.hardware.has_streams:
-            return False
-        try:
-            groups = self.optimizer([nn.Parameter(torch.empty(2, 2))]).param_groups
-        except Exception:  # it takes the model's own parameters
-            return False
-        return all(group.get("foreach", 0) is group.get("fused", 0) is None for group in groups)
 
     @property
     def samples(self) -> int:

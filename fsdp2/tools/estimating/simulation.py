@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,3 +56,44 @@ def laid_out_for(device_type: str) -> Iterator[None]:
         yield
     finally:
         meshes.device_of, shard._move_to_device = before
+
+
+class SimulatedDevice:
+    """The engine's `Device` protocol as of a device with streams. Everything happens when it is issued."""
+
+    has_streams = True
+
+    def __init__(self) -> None:
+        self._streams, self._current = 1, 0
+
+    def new_stream(self) -> int:
+        """The next number."""
+        self._streams += 1
+        return self._streams - 1
+
+    def current_stream(self) -> int:
+        """Where operators go."""
+        return self._current
+
+    @contextmanager
+    def use(self, stream: int) -> Iterator[None]:
+        """Let operators inside go to ``stream``."""
+        before, self._current = self._current, stream
+        try:
+            yield
+        finally:
+            self._current = before
+
+    def record(self, stream: int) -> object:
+        """An event, which tells nothing."""
+        return object()
+
+    def wait(self, stream: int, event: Any, why: Any) -> None:
+        """It has happened."""
+
+    def block_host(self, event: Any) -> None:
+        """It has happened."""
+
+    def is_capturing(self) -> bool:
+        """Never."""
+        return False

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,9 +23,6 @@ from fsdp2.grouping.sharding import auto_shard, choose_groups
 from fsdp2.tools.estimating.request import Request
 
 CPU = torch.device("cpu")
-LEAST_DEPTH = 12
-"""Of a list of blocks that may be shortened."""
-
 _ANY = 2**62
 
 
@@ -65,68 +60,19 @@ def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
-# -- fewer blocks
-
-
-def depth_of(model: nn.Module) -> int | None:
-    """How many blocks that are all alike follow each other; None if there are few, or lists of other lengths beside."""
-    lengths = {len(each) for each in _lists_of_blocks(model)}
-    return lengths.pop() if len(lengths) == 1 else None
-
-
-def shorten(model: nn.Module, depth: int) -> None:
-    """Keep the first ``depth`` of these blocks."""
-    for blocks in list(_lists_of_blocks(model)):
-        for name in list(blocks._modules)[depth:]:
-            del blocks._modules[name]
-
-
-def _lists_of_blocks(module: nn.Module) -> Iterator[nn.ModuleList | nn.Sequential]:
-    is_long = isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) >= LEAST_DEPTH
-    if is_long and len({_shape_of(each) for each in module.children()}) == 1:
-        yield module  # type: ignore[misc]
-        return
-    for child in module.children():
-        yield from _lists_of_blocks(child)
-
-
-def _shape_of(module: nn.Module) -> tuple[Any, ...]:
-    named = module.named_parameters(remove_duplicate=False)
-    parameters = [(name, each.shape, each.dtype, each.requires_grad) for name, each in named]
-    return type(module), *parameters
-
-
 # -- activation checkpointing
 
 
-class Switch:
-    """Whether blocks are checkpointed, which may change between steps.
+def checkpoint_as(how: str, block: nn.Module) -> None:
+    """Let ``block``'s forward be checkpointed: "selective" or "blocks"."""
+    forward = block.forward
+    more: dict[str, Any] = {"context_fn": _selective} if how == "selective" else {}
 
-    Attributes:
-        how: as in `estimate`.
-        runs: called around what a block computes, with that.
-    """
+    @functools.wraps(forward)
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **more, **kwargs)
 
-    def __init__(self, how: str) -> None:
-        self.how = how
-        self.runs: Callable[[Callable[[], Any]], Any] = lambda compute: compute()
-
-    def around(self, block: nn.Module) -> None:
-        """Let ``block``'s forward be checkpointed as ``how`` says."""
-        forward = block.forward
-
-        @functools.wraps(forward)
-        def checkpointed(*args: Any, **kwargs: Any) -> Any:
-            if self.how == "none":
-                return forward(*args, **kwargs)
-
-            def compute(*args: Any, **kwargs: Any) -> Any:
-                return self.runs(lambda: forward(*args, **kwargs))
-
-            more: dict[str, Any] = {"context_fn": _selective} if self.how == "selective" else {}
-            return checkpoint(compute, *args, use_reentrant=False, **more, **kwargs)
-
-        block.forward = checkpointed  # type: ignore[method-assign]
+    block.forward = checkpointed  # type: ignore[method-assign]
 
 
 _SAVED = ("mm", "addmm", "bmm", "_scaled_dot_product", "_flash_attention", "_efficient_attention")
@@ -190,90 +136,6 @@ class _Touch(torch.autograd.Function):
         return gradient, *(torch.empty_like(each) if needs else None for each, needs in saved)
 
 
-@dataclass(slots=True)
-class Call:
-    """One call of a sharded module, or of the model.
-
-    Attributes:
-        module: which.
-        inner: the calls inside of it.
-        passes: its output is that of the last call inside.
-    """
-
-    module: nn.Module
-    inner: list[Call] = field(default_factory=list)
-    passes: bool = False
-
-
-def _called(model: nn.Module) -> list[nn.Module]:
-    return [model, *(module for module in model.modules() if module is not model and state_of(module) is not None)]
-
-
-class Replaced:
-    """Forwards of modules that others stand in for, until `put_back`."""
-
-    def __init__(self) -> None:
-        self._before: list[tuple[nn.Module, Any]] = []
-
-    def replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        """Let ``module`` run ``forward``."""
-        self._before.append((module, module.__dict__.get("forward")))
-        module.forward = forward  # type: ignore[method-assign]
-
-    def put_back(self) -> None:
-        """As it was."""
-        for module, forward in self._before:
-            if forward is None:
-                del module.forward
-            else:
-                module.forward = forward
-        self._before = []
-
-
-def calls_of(model: nn.Module, run: Callable[[], object]) -> Call:
-    """Which sharded modules ``run``, a forward of ``model``, calls."""
-    outermost = Call(model)
-    stack, outputs, replaced = [outermost], [0], Replaced()
-    for module in _called(model):
-        replaced.replace(module, _recorded(module, stack, outputs))
-    try:
-        run()
-    finally:
-        replaced.put_back()
-    return outermost.inner[0]
-
-
-def _recorded(module: nn.Module, stack: list[Call], outputs: list[int]) -> Callable[..., Any]:
-    forward = module.forward
-
-    @functools.wraps(forward)
-    def recorded(*args: Any, **kwargs: Any) -> Any:
-        call = Call(module)
-        stack[-1].inner.append(call)
-        stack.append(call)
-        outputs.append(0)
-        output = forward(*args, **kwargs)
-        stack.pop()
-        storage = _storage_of(output)
-        call.passes = bool(call.inner) and storage == outputs.pop() != 0
-        outputs[-1] = storage
-        return output
-
-    return recorded
-
-
-def _storage_of(output: Any) -> int:
-    """The identity of the memory of the first tensor of ``output``; 0 if there is none."""
-    while isinstance(output, (tuple, list)) and output:
-        output = output[0]
-    return _torch.storage_of(output) if isinstance(output, torch.Tensor) else 0
-
-
-def calls_as_registered(model: nn.Module) -> Call:
-    """What `calls_of` would find, if modules are called in the order in which they were registered."""
-    return Call(model, [calls_as_registered(each) for each in _sharded_next_below(model)])
-
-
 def _sharded_next_below(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         if state_of(child) is not None:
@@ -282,41 +144,16 @@ def _sharded_next_below(module: nn.Module) -> Iterator[nn.Module]:
             yield from _sharded_next_below(child)
 
 
-def stand_in(model: nn.Module, outermost: Call) -> Replaced:
-    """Let ``model``'s forward make the calls of ``outermost`` and compute nothing. It takes and returns a scalar."""
-    coming: dict[nn.Module, list[Call]] = {module: [] for module in _called(model)}
-
-    def collect(call: Call) -> None:
-        coming[call.module].append(call)
-        for each in call.inner:
-            collect(each)
-
-    collect(outermost)
-    replaced = Replaced()
-    for module, calls in coming.items():
-        replaced.replace(module, _touching(module, itertools.cycle(calls or [Call(module)])))
-    return replaced
+def stand_in(model: nn.Module) -> None:
+    """Let the forward of each sharded module, and of ``model``, compute nothing. It takes and returns a scalar."""
+    for module in [model, *model.modules()]:
+        if module is model or state_of(module) is not None:
+            module.forward = functools.partial(_touch, module)  # type: ignore[method-assign]
 
 
-def _touching(module: nn.Module, calls: Iterator[Call]) -> Callable[[torch.Tensor], torch.Tensor]:
+def _touch(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    for inner in list(_sharded_next_below(module)):
+        x = inner(x)
     state = state_of(module)
-
-    def touched(x: torch.Tensor) -> torch.Tensor:
-        found = [] if state is None else [param.unsharded for group in state.unit for param in group.params]
-        return _Touch.apply(x, *[each for each in found if each is not None])  # type: ignore[no-any-return,no-untyped-call]
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        call = next(calls)
-        if call.passes:
-            x = touched(x)
-        for each in call.inner:
-            x = each.module(x)
-        return x if call.passes else touched(x)
-
-    return forward
-
-
-def can_stand_in(model: nn.Module) -> bool:
-    """Whether whole parameters are plain tensors (those of tensor parallelism are not)."""
-    groups = [group for state in states_below(model) for group in state.unit]
-    return all(param.sharding.unsharded_spec is None for group in groups for param in group.params)
+    found = [] if state is None else [param.unsharded for group in state.unit for param in group.params]
+    return _Touch.apply(x, *[each for each in found if each is not None])  # type: ignore[no-any-return,no-untyped-call]

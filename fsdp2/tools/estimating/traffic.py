@@ -15,10 +15,10 @@ from fsdp2.core import transport
 from fsdp2.core.buffers import ALLOCATOR, Arena
 from fsdp2.core.gather import Transfer
 from fsdp2.core.transport import Native, Works
-from fsdp2.tools.estimating.clocks import Clocks
 from fsdp2.tools.estimating.hardware import Hardware
-from fsdp2.tools.estimating.links import Exchange, Kind, Shape, exchange, shape_of
 from fsdp2.tools.estimating.memory import MemoryLog, Use
+from fsdp2.tools.facts.data import Kind
+from fsdp2.tools.facts.exchanges import sent
 
 _FAKE = ("cpu", "fake")
 
@@ -28,29 +28,19 @@ SENT, REDUCED = "sent by the device", "reduced on the device"
 
 @dataclass(slots=True)
 class Sum:
-    """All collectives of one kind over process groups of one shape.
+    """All collectives of one kind over process groups that lie on nodes alike.
 
     Attributes:
         count: how many.
         nbytes: of the whole tensors.
         sent_inside: bytes that a rank sends to ranks of its node.
         sent_between: the same, to other nodes.
-        seconds: how long they run, one after the other.
     """
 
     count: int = 0
     nbytes: int = 0
-    sent_inside: float = 0.0
-    sent_between: float = 0.0
-    seconds: float = 0.0
-
-    def add(self, nbytes: int, cost: Exchange) -> None:
-        """One more."""
-        self.count += 1
-        self.nbytes += nbytes
-        self.sent_inside += cost.sent_inside
-        self.sent_between += cost.sent_between
-        self.seconds += cost.seconds
+    sent_inside: int = 0
+    sent_between: int = 0
 
     def repeat(self, since: Sum, times: int) -> None:
         """What was added since the copy ``since`` is added ``times`` more times."""
@@ -64,39 +54,31 @@ class Traffic:
     """What a rank exchanges.
 
     Attributes:
-        hardware: whose links.
+        hardware: whose nodes.
         log: hears of buffers that a device would have, and the simulation has not.
-        clocks: where collectives take their time; None: time is not counted.
-        sums: by kind, and by how the ranks lie on nodes.
+        sums: by kind, and by how many ranks lie on how many nodes.
         to_host: bytes that move between the device and its host.
     """
 
     hardware: Hardware
     log: MemoryLog
-    clocks: Clocks | None = None
-    sums: dict[tuple[Kind, Shape], Sum] = field(default_factory=dict)
+    sums: dict[tuple[Kind, int, int], Sum] = field(default_factory=dict)
     to_host: int = 0
-    _shapes: dict[Any, Shape] = field(default_factory=dict)
+    _ranks: dict[Any, list[int]] = field(default_factory=dict)
 
     def add(self, kind: Kind, nbytes: int, group: Any) -> None:
-        """One collective, on the current stream. ``group``: the process group, or its name."""
-        shape = self._shape_of(group)
-        cost = exchange(kind, nbytes, shape, self.hardware)
-        self.sums.setdefault((kind, shape), Sum()).add(nbytes, cost)
-        if self.clocks is not None:
-            self.clocks.communicate(cost.seconds)
-
-    def _shape_of(self, group: Any) -> Shape:
-        if group not in self._shapes:
+        """One collective of ``nbytes`` of whole tensors. ``group``: the process group, or its name."""
+        if group not in self._ranks:
             found = _torch.group_named(group) if isinstance(group, str) else group
-            self._shapes[group] = shape_of(dist.get_process_group_ranks(found), self.hardware)
-        return self._shapes[group]
-
-    def cross(self, nbytes: int) -> None:
-        """``nbytes`` move between device and host, on the current stream."""
-        self.to_host += nbytes
-        if self.clocks is not None:
-            self.clocks.communicate(nbytes / self.hardware.host_bandwidth)
+            self._ranks[group] = dist.get_process_group_ranks(found)
+        ranks, per_node = self._ranks[group], self.hardware.ranks_per_node
+        part_bytes = nbytes if kind == "all-reduce" else nbytes // len(ranks)
+        inside, between = sent(kind, part_bytes, ranks, 0, per_node, "ring")
+        known = self.sums.setdefault((kind, len(ranks), len({rank // per_node for rank in ranks})), Sum())
+        known.count += 1
+        known.nbytes += nbytes
+        known.sent_inside += inside
+        known.sent_between += between
 
     def settle(self) -> None:
         """Everything has arrived: a device holds nothing for it any more."""
@@ -144,7 +126,7 @@ class Observed(Native):
 
     def sum(self, tensor: torch.Tensor, op: Any, works: Works) -> None:
         """Write it down."""
-        self._traffic.add(Kind.ALL_REDUCE, tensor.nbytes, self.group)
+        self._traffic.add("all-reduce", tensor.nbytes, self.group)
         if self._inner is not None:
             self._named().sum(tensor, op, works)
 
@@ -152,17 +134,17 @@ class Observed(Native):
         """Write down one collective, for all members are launched at once."""
         if self.offloads:
             self._copy_from_host([input for _, input in members])
-        self._traffic.add(Kind.ALL_GATHER, sum(output.nbytes for output, _ in members), self.group)
+        self._traffic.add("all-gather", sum(output.nbytes for output, _ in members), self.group)
         if self._inner is not None:
             self._named().all_gather(members, works, user_waits)
 
     def reduce_scatter(self, members: Sequence[Transfer], op: Any, works: Works, arena: Arena = ALLOCATOR) -> None:
         """Write down one collective, for all members are launched at once."""
-        self._traffic.add(Kind.REDUCE_SCATTER, sum(input.nbytes for _, input in members), self.group)
+        self._traffic.add("reduce-scatter", sum(input.nbytes for _, input in members), self.group)
         if self.offloads:
             nbytes = sum(output.nbytes for output, _ in members)
             self._traffic.log.borrow(REDUCED, nbytes)
-            self._traffic.cross(nbytes)
+            self._traffic.to_host += nbytes
         if self._inner is not None:
             self._named().reduce_scatter(members, op, works, arena)
 
@@ -171,7 +153,7 @@ class Observed(Native):
         log = self._traffic.log
         lying = [each for each in inputs if log.use_of(each.untyped_storage()) is Use.SHARDS]
         log.borrow(SENT, sum(each.nbytes for each in lying))
-        self._traffic.cross(sum(each.nbytes for each in inputs))
+        self._traffic.to_host += sum(each.nbytes for each in inputs)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import torch
 
 from fsdp2.core.shown import dtype_name
 from fsdp2.tools.explaining.similar import similar_groups
-from fsdp2.tools.facts.data import GroupFacts, ModelFacts, ParamFacts
+from fsdp2.tools.facts.data import ModelFacts
 from fsdp2.tools.quantities import shown_bytes, shown_names
 
 Level = Literal["wrong", "slow", "memory", "note"]
@@ -251,103 +251,7 @@ def _tiny_groups(facts: ModelFacts) -> Iterator[Advice]:
     )
 
 
-def _unequal_groups(facts: ModelFacts) -> Iterator[Advice]:
-    """What is gathered ahead is hidden behind the group before: that works if groups are of one size."""
-    groups = [group for group in facts.groups if not group.is_root and group.shard_size > 1]
-    if len(groups) < 3 or facts.order.prefetch_bytes is not None:
-        return
-    largest = max(groups, key=lambda group: group.unsharded_bytes)
-    median = sorted(group.unsharded_bytes for group in groups)[len(groups) // 2]
-    if largest.unsharded_bytes < WORTH_MENTIONING_BYTES or largest.unsharded_bytes < 8 * median:
-        return
-    yield Advice(
-        "unequal-groups",
-        "slow",
-        (largest.title,),
-        f"'{largest.title}' has {shown_bytes(largest.unsharded_bytes)}, {largest.unsharded_bytes / median:.0f} times "
-        f"the median of {shown_bytes(median)}. Its gather takes longer than the small group before it computes.",
-        f"model.set_prefetch_budget({int(largest.unsharded_bytes + 2 * median)})  # gathers it earlier; or split it",
-    )
-
-
-# -- how parameters are cut, and in which dtypes
-
-
-def _padding_bytes(group: GroupFacts, param: ParamFacts) -> int:
-    if param.buffer is None or param.owner is not None or group.shard_size == 1:
-        return 0
-    whole = param.unsharded_bytes // param.computes.itemsize * param.rests.itemsize
-    return group.shard_size * param.shard_room_bytes - whole
-
-
-def _padding(facts: ModelFacts) -> Iterator[Advice]:
-    """Rows that do not divide by the ranks: more than a tenth of a group, and 1 MiB over all ranks."""
-    for alike in similar_groups(facts):
-        group = alike.first
-        wasted = {param.name: _padding_bytes(group, param) for param in group.params}
-        total = sum(wasted.values())
-        if total < 2**20 or 10 * total < group.local_bytes * group.shard_size:
-            continue
-        worst = max(group.params, key=lambda param: wasted[param.name])
-        dims = [dim for dim, size in enumerate(worst.computed_shape) if dim and size % group.shard_size == 0]
-        change = (
-            f"fully_shard(module, shard_placement_fn=lambda p: Shard({dims[0]}) if p.shape == {worst.shape} else None)"
-            if dims
-            else f"# pad a dim of '{worst.name}' to a multiple of {group.shard_size}"
-        )
-        yield Advice(
-            "padding",
-            "memory",
-            (worst.name,),
-            f"'{alike.name}' keeps {shown_bytes(total)} of padding on its {group.shard_size} ranks: they do not divide "
-            f"'{worst.name}' {list(worst.shape)} evenly ({worst.dealt_out}).",
-            change,
-        )
-
-
-def _uneven_rows(facts: ModelFacts) -> Iterator[Advice]:
-    """Large gradients that would travel directly if their rows divided by the ranks: each is copied once more."""
-    for alike in similar_groups(facts):
-        group = alike.first
-        held_up = [
-            param
-            for param in group.params
-            if param.gather == "direct" and param.reduce == "packed" and _padding_bytes(group, param)
-            if group.device.type == "cpu" or param.reduces == param.computes
-        ]
-        nbytes = sum(param.unsharded_bytes for param in held_up)
-        if nbytes < WORTH_MENTIONING_BYTES:
-            continue
-        first, size = held_up[0], group.shard_size
-        rows = -(-first.computed_shape[0] // size) * size
-        yield Advice(
-            "uneven-rows",
-            "slow",
-            tuple(param.name for param in held_up),
-            f"The ranks do not divide the rows of {shown_names([param.name for param in held_up])} evenly "
-            f"({first.dealt_out} of {list(first.shape)}): {shown_bytes(nbytes)} of gradients are copied to be padded "
-            "before they are reduced.",
-            f"# make the first dim of '{first.name}' {rows}, a multiple of {size} (as a padded vocabulary)",
-        )
-
-
-def _small_parameters(facts: ModelFacts) -> Iterator[Advice]:
-    """Parameters too small to travel by themselves, where they are most of what is gathered."""
-    groups = [group for group in facts.groups if group.shard_size > 1]
-    total = sum(group.unsharded_bytes for group in groups)
-    packed = [param for group in groups for param in group.params if param.gather == "packed"]
-    nbytes = sum(param.unsharded_bytes for param in packed)
-    if total < WORTH_MENTIONING_BYTES or 2 * nbytes < total:
-        return
-    names = tuple(param.name for param in packed)
-    yield Advice(
-        "small-parameters",
-        "slow",
-        names,
-        f"{len(packed)} parameters, {100 * nbytes // total} % of the bytes, are too small to travel by themselves: "
-        "they are packed, and copied once more when they arrive and before they are reduced.",
-        "# fuse matrices (q, k and v) into one",
-    )
+# -- in which dtypes
 
 
 def _full_precision(facts: ModelFacts) -> Iterator[Advice]:
@@ -446,10 +350,6 @@ _CHECKS: tuple[Callable[[ModelFacts], Iterator[Advice]], ...] = (
     _heavy_root,
     _huge_groups,
     _tiny_groups,
-    _unequal_groups,
-    _padding,
-    _uneven_rows,
-    _small_parameters,
     _full_precision,
     _narrow_sums,
     _needless_backward_gathers,

@@ -6,8 +6,6 @@ import dataclasses
 import json
 import sys
 from dataclasses import dataclass
-from html import escape
-from pathlib import Path
 from typing import Any, TextIO
 
 import torch
@@ -17,7 +15,6 @@ from fsdp2.arguments import ANYTHING, checked
 from fsdp2.core.state import state_of
 from fsdp2.errors import FSDPValueError
 from fsdp2.tools.explaining.advice import Advice, advice_for
-from fsdp2.tools.explaining.page import page
 from fsdp2.tools.explaining.similar import similar_groups
 from fsdp2.tools.explaining.text import GROUP_RIGHT, details, group_headers, overview, row_of, summary
 from fsdp2.tools.facts import GroupFacts, ModelFacts, ParamFacts, facts_of
@@ -30,7 +27,6 @@ def explain(model: nn.Module, *, ranks_per_node: int | None = None) -> Explanati
 
         >>> print(fsdp2.explain(model))
         >>> print(fsdp2.explain(model).details("blocks.3"))
-        >>> fsdp2.explain(model).to_html("sharding.html")
 
     Before the first step or after it (then in the order that it has shown), on meta or not. Every rank may call it, at
     any time outside of forward and backward: nothing is communicated, and nothing of the model changes.
@@ -114,29 +110,11 @@ class Explanation:
         made = {"summary": self.summary, **_plain(self.facts), "advice": _plain(self.advice), "config": self.config}
         return json.dumps(made, indent=indent)
 
-    def to_html(self, path: str | Path) -> Path:
-        """Write one page that needs nothing else, with the memory of the groups drawn to scale.
-
-        Returns:
-            Where it was written.
-
-        Raises:
-            OSError: it cannot be written there.
-        """
-        target = Path(path)
-        target.write_text(page(self.facts, self.advice), encoding="utf-8")
-        return target
-
     def show(self, file: TextIO | None = None) -> None:
         """Print it: in colours and with rules if `rich` is installed and ``file`` is a terminal, else as ``print``."""
         out = sys.stdout if file is None else file
         if not (out.isatty() and _show_in_colours(self, out)):
             print(self, file=out)
-
-    def _repr_html_(self) -> str:
-        """For notebooks: the page in a frame, so that its style is its own."""
-        framed = escape(page(self.facts, self.advice), quote=True)
-        return f'<iframe srcdoc="{framed}" style="width: 100%; height: 40rem; border: 0"></iframe>'
 
 
 def _is_within(param: ParamFacts, name: str) -> bool:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fsdp2.grouping.group_choice import common_name as common_name
+from fsdp2.grouping.group_choice import common_name
 from fsdp2.tools.facts.data import GroupFacts, ModelFacts, ParamFacts
 
 
@@ -19,14 +19,12 @@ class SimilarGroups:
         groups: at least one.
         sent_inside: bytes that a rank sends in a step inside its node, of all of them.
         sent_between: the same, to other nodes.
-        collectives: how many in a step, of all of them.
     """
 
     name: str
     groups: tuple[GroupFacts, ...]
     sent_inside: int
     sent_between: int
-    collectives: int
 
     @property
     def first(self) -> GroupFacts:
@@ -49,7 +47,6 @@ def _together(facts: ModelFacts, groups: Sequence[GroupFacts]) -> SimilarGroups:
         tuple(groups),
         sum(each.inside_bytes for each in exchanges),
         sum(each.between_bytes for each in exchanges),
-        sum(each.collectives for each in exchanges),
     )
 
 
@@ -57,7 +54,7 @@ def _key(facts: ModelFacts, group: GroupFacts) -> object:
     pattern = re.sub(r"\b\d+\b", "*", group.name)
     params = tuple(_without_name(param, group) for param in group.params)
     exchanges = tuple(replace(each, group=0) for each in facts.exchanges_of(group.index))
-    blank = replace(group, index=0, name=pattern, modules=(), params=(), prefetches=None, prefetches_backward=None)
+    blank = replace(group, index=0, name=pattern, modules=(), params=(), prefetches=None)
     return blank, params, exchanges
 
 

@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from fsdp2.core.shown import dtype_name
 from fsdp2.tools.explaining.advice import Advice
 from fsdp2.tools.explaining.similar import SimilarGroups, similar_groups
-from fsdp2.tools.facts.data import ExchangeFacts, GradientFacts, GroupFacts, ModelFacts, ParamFacts
-from fsdp2.tools.quantities import shown_bytes, shown_count, shown_names
+from fsdp2.tools.facts.data import ExchangeFacts, GroupFacts, ModelFacts, ParamFacts
+from fsdp2.tools.quantities import shown_bytes, shown_count, shown_names, table
 
 WIDTH = 110
 
 GROUP_RIGHT = (3, 4, 8, 9)
 """The columns of numbers in the table of groups."""
-
-
-def table(headers: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[int] = ()) -> list[str]:
-    """Lines of a table whose columns are as wide as they need to be; those of ``right`` end flush."""
-    every = [tuple(headers), *map(tuple, rows)]
-    widths = [max(len(row[column]) for row in every) for column in range(len(headers))]
-    rule = tuple("-" * width for width in widths)
-    lines = []
-    for row in (every[0], rule, *every[1:]):
-        cells = [
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return lines
 
 
 def wrapped(text: str, *, first: str = "", then: str = "") -> list[str]:
@@ -256,7 +241,7 @@ def overview(facts: ModelFacts, advice: Sequence[Advice]) -> str:
 def details(facts: ModelFacts, group: GroupFacts, params: Sequence[ParamFacts]) -> str:
     """All that is known of a group, and of ``params`` of it."""
     lines = [f"{group.title} ({group.class_name}), {', '.join(_traits(group))}", ""]
-    lines += [f"  {name:<15} {value}" for name, value in properties_of(facts, group)]
+    lines += [f"  {name:<15} {value}" for name, value in properties_of(group)]
     lines += ["", *params_table(params), ""]
     lines += [line for sentence in reasons(params) for line in wrapped(sentence, then="  ")]
     exchanges = facts.exchanges_of(group.index)
@@ -274,7 +259,7 @@ def _traits(group: GroupFacts) -> list[str]:
     return traits
 
 
-def properties_of(facts: ModelFacts, group: GroupFacts) -> list[tuple[str, str]]:
+def properties_of(group: GroupFacts) -> list[tuple[str, str]]:
     """Names and values, in words."""
     mesh = " x ".join(map(str, group.mesh)) or "-"
     found = [
@@ -283,15 +268,12 @@ def properties_of(facts: ModelFacts, group: GroupFacts) -> list[tuple[str, str]]
         ("copies on", _ranks(group.replicate_ranks) if group.replicate_size > 1 else ""),
         ("modules", ", ".join(group.modules) if len(group.modules) > 1 else ""),
         ("shared with", ", ".join(group.shares_with)),
-        ("at rest", _shards(group)),
-        ("unsharded", _unsharded_of(group)),
-        ("gather needs", _gather_buffers(group)),
-        ("between passes", _resting(group)),
-        ("gradients", _gradients(group)),
-        ("after forward", _after_forward(group)),
-        ("after backward", _after_backward(group)),
-        ("in host memory", ", ".join(group.offloads) + (" (pinned)" if group.offloads and group.pins_memory else "")),
-        ("gathered ahead", _ahead(facts, group)),
+        ("at rest", shown_bytes(group.shard_bytes)),
+        ("unsharded", shown_bytes(group.unsharded_bytes)),
+        ("gradients", shown_bytes(group.gradient_bytes)),
+        ("after forward", resharding_of(group)),
+        ("in host memory", ", ".join(group.offloads)),
+        ("gathers ahead", ", ".join(group.prefetches or ())),
         ("settings", ", ".join(f"{name}={value}" for name, value in group.settings)),
     ]
     return [(name, value) for name, value in found if value]
@@ -303,72 +285,6 @@ def _ranks(ranks: Sequence[int]) -> str:
     if len(ranks) <= 8:
         return ", ".join(map(str, ranks))
     return f"{', '.join(map(str, ranks[:4]))}, ..., {ranks[-1]} ({len(ranks)} ranks)"
-
-
-def _shards(group: GroupFacts) -> str:
-    padding = group.shard_bytes - group.local_bytes
-    return shown_bytes(group.shard_bytes) + (f", of which {shown_bytes(padding)} are padding" if padding else "")
-
-
-def _unsharded_of(group: GroupFacts) -> str:
-    packed = sum(param.unsharded_bytes for param in group.params if param.gather == "packed")
-    text = shown_bytes(group.unsharded_bytes)
-    return f"{text}, of which {shown_bytes(packed)} arrive packed" if packed else text
-
-
-def _gather_buffers(group: GroupFacts) -> str:
-    parts = [f"{shown_bytes(group.staging_bytes)} to stage what is packed"] if group.staging_bytes else []
-    parts += [f"{shown_bytes(group.send_bytes)} for what is cast or copied to be sent"] if group.send_bytes else []
-    return ", ".join(parts) if group.shard_size > 1 else ""
-
-
-def _resting(group: GroupFacts) -> str:
-    rests = group.rests
-    return "" if rests is None else f"{shown_bytes(rests.nbytes)} on each of the ranks {_ranks(rests.ranks)}"
-
-
-def _gradients(group: GroupFacts) -> str:
-    if not group.gradients:
-        return "none: all parameters are frozen"
-    kinds = [
-        f"{shown_bytes(each.delivered_bytes)} in {_delivered(each)} (reduced in {dtype_name(each.dtype)})"
-        for each in group.gradients
-    ]
-    return ", ".join(kinds)
-
-
-def _delivered(gradients: GradientFacts) -> str:
-    return "several dtypes" if gradients.delivered_dtype is None else dtype_name(gradients.delivered_dtype)
-
-
-def _after_forward(group: GroupFacts) -> str:
-    if group.shard_size == 1:
-        return "kept: every rank has the whole"
-    if group.rests is not None:
-        return f"resharded to {group.reshard_after_forward} ranks, and gathered from these in backward"
-    if group.reshard_after_forward:
-        return "freed, and gathered again in backward" if group.unshards_in_backward else "freed; backward needs none"
-    return "kept for backward" + (", as it is the root" if group.is_root else "")
-
-
-def _after_backward(group: GroupFacts) -> str:
-    if group.shard_size == 1:
-        return ""
-    names = {True: "freed", False: "kept until the next forward", None: "freed if gradients are reduced"}
-    return names[group.reshard_after_backward]
-
-
-def _ahead(facts: ModelFacts, group: GroupFacts) -> str:
-    if group.prefetches is not None:
-        return f"{', '.join(group.prefetches)} (as set)"
-    order = facts.order.forward
-    if group.index not in order:
-        return ""
-    following = order[order.index(group.index) + 1 :]
-    if not following:
-        return "nothing, it is the last"
-    title = facts.groups[following[0]].title
-    return f"{title} ({'as learned' if facts.order.is_learned else 'once a step has shown the order'})"
 
 
 PARAM_HEADERS = (

@@ -38,25 +38,18 @@ class ParamFacts:
         name: below the model.
         other_names: under which it is registered too, as tied weights are.
         shape: of the whole.
-        computed_shape: of what this rank computes with: the whole, or its part under tensor parallelism.
         local_shape: of what this rank keeps at rest.
         rests: the dtype in which it is kept.
         computes: the dtype in which it is gathered, and in which modules compute.
         reduces: the dtype in which its gradient is reduced; None of a frozen one.
-        delivers: the dtype of ``.grad``; None of a frozen one, or if that is as gradients arrive.
         placements: of the sharded DTensor, one for each axis of ``mesh``.
         mesh: of that DTensor.
         dealt_out: what every rank keeps, in words: "2 rows per rank".
         owner: the rank of the shard group that has all of it (`fsdp2.Owned`); None: it is dealt out.
         is_trainable: it requires a gradient.
-        is_replicated: all ranks that parameters are sharded over keep the whole.
         buffer: index into `GroupFacts.buffers` of the buffers that it lies in; None if it gathers itself.
         local_bytes: that this rank keeps at rest, without padding.
-        shard_room_bytes: that every rank keeps room for at rest, padding included; of an owned one the whole.
-        shard_offset_bytes: where that starts in the shard buffer.
         unsharded_bytes: of what this rank computes with.
-        unsharded_room_bytes: of its place in the unsharded buffer, padding included.
-        unsharded_offset_bytes: where that starts.
         gather: how it is gathered.
         gather_reason: why so, as a clause.
         reduce: how its gradient is reduced; "stays" of a frozen one.
@@ -66,34 +59,22 @@ class ParamFacts:
     name: str
     other_names: tuple[str, ...]
     shape: tuple[int, ...]
-    computed_shape: tuple[int, ...]
     local_shape: tuple[int, ...]
     rests: torch.dtype
     computes: torch.dtype
     reduces: torch.dtype | None
-    delivers: torch.dtype | None
     placements: tuple[str, ...]
     mesh: tuple[MeshAxis, ...]
     dealt_out: str
     owner: int | None
     is_trainable: bool
-    is_replicated: bool
     buffer: int | None
     local_bytes: int
-    shard_room_bytes: int
-    shard_offset_bytes: int
     unsharded_bytes: int
-    unsharded_room_bytes: int
-    unsharded_offset_bytes: int
     gather: Way
     gather_reason: str
     reduce: Way
     reduce_reason: str
-
-    @property
-    def travels(self) -> torch.dtype:
-        """The dtype in which it is gathered: the one that it computes in. (A tensor that gathers itself may differ.)"""
-        return self.computes
 
     @property
     def is_tied(self) -> bool:
@@ -135,18 +116,12 @@ class BufferFacts:
         param_dtype: of the unsharded parameters.
         shard_bytes: of the shard buffer, the same on every rank: at rest.
         unsharded_bytes: of the unsharded buffer, while there is one.
-        packed_bytes: what this rank sends of it packed, in ``param_dtype``.
-        direct_bytes: what it sends directly.
-        is_copied_in: the shards are cast, or copied from the host, before they are sent.
     """
 
     dtype: torch.dtype
     param_dtype: torch.dtype
     shard_bytes: int
     unsharded_bytes: int
-    packed_bytes: int
-    direct_bytes: int
-    is_copied_in: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,18 +132,12 @@ class GradientFacts:
         dtype: in which they are reduced.
         delivered_dtype: of ``.grad``; None if it differs by parameter or is not known before gradients arrive.
         params: indices into `GroupFacts.params`.
-        unsharded_bytes: of the gradients that autograd computes, before they are reduced.
-        input_bytes: of the packed input of the reduce-scatter, while it is under way.
-        output_bytes: of what arrives on every rank.
         delivered_bytes: of the flat buffer that ``.grad`` lies on between backward and ``zero_grad()``.
     """
 
     dtype: torch.dtype
     delivered_dtype: torch.dtype | None
     params: tuple[int, ...]
-    unsharded_bytes: int
-    input_bytes: int
-    output_bytes: int
     delivered_bytes: int
 
 
@@ -179,12 +148,10 @@ class RestFacts:
     Attributes:
         ranks: the neighbours, of the whole job.
         nbytes: that this rank keeps for that time.
-        staging_bytes: of the staging buffer of their gather.
     """
 
     ranks: tuple[int, ...]
     nbytes: int
-    staging_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,14 +176,10 @@ class GroupFacts:
         strategy: the stage by name that this amounts to: "replicate", "zero1", "zero2", "zero3"; "" if to none.
         unshards_in_backward: whether backward needs the parameters.
         offloads: what rests in host memory: of "parameters", "gradients", "optimizer_state", "gradient_sums".
-        pins_memory: whether that is pinned.
         buffers: one for each pair of dtypes.
         gradients: one for each dtype of reduction.
-        send_bytes: of the buffer that shards are cast or copied into before they are sent, while a gather is under way.
-        staging_bytes: of the buffer that packed parameters arrive in, while a gather is under way.
         rests: where parameters rest between forward and backward, if on fewer ranks.
         prefetches: the groups that are gathered after this one in forward, as the user has set; None: as learned.
-        prefetches_backward: the same in backward.
         settings: what else was set on it, by the names of `GroupSettings`.
         is_exact: False if some bytes are not known: tensors that gather themselves, communication hooks.
     """
@@ -238,14 +201,10 @@ class GroupFacts:
     strategy: str
     unshards_in_backward: bool
     offloads: tuple[str, ...]
-    pins_memory: bool
     buffers: tuple[BufferFacts, ...]
     gradients: tuple[GradientFacts, ...]
-    send_bytes: int
-    staging_bytes: int
     rests: RestFacts | None
     prefetches: tuple[str, ...] | None
-    prefetches_backward: tuple[str, ...] | None
     settings: tuple[tuple[str, str], ...]
     is_exact: bool
 
@@ -369,13 +328,11 @@ class ModelFacts:
         world_size: ranks of the whole job; 1 without a process group.
         rank: of this process.
         ranks_per_node: how many ranks share a node, as assumed for `ExchangeFacts`.
-        has_run: a first forward has made a root.
         is_meta: some parameters have no memory yet.
         roots: names of the outermost sharded modules.
         groups: in the order of the modules.
         ignored: parameters that `fully_shard` was told to ignore.
         unsharded: other parameters that belong to no group.
-        module_buffers_bytes: of the buffers of modules, which every rank keeps whole.
         order: of gathers.
         exchanges: of one step.
     """
@@ -384,13 +341,11 @@ class ModelFacts:
     world_size: int
     rank: int
     ranks_per_node: int
-    has_run: bool
     is_meta: bool
     roots: tuple[str, ...]
     groups: tuple[GroupFacts, ...]
     ignored: tuple[PlainParamFacts, ...]
     unsharded: tuple[PlainParamFacts, ...]
-    module_buffers_bytes: int
     order: OrderFacts
     exchanges: tuple[ExchangeFacts, ...]
 

@@ -78,51 +78,28 @@ def param_facts(plans: PlansOfGroup, index: int, paths: Mapping[nn.Module, str])
     dtype = None if reduction is None else reduction[0].dtype
     gather, gather_reason = _gather_way(plans, index)
     reduce, reduce_reason = _reduce_way(plans, index)
-    is_alone = world_size == 1
+    found = plans.gather_of(index)
     return ParamFacts(
         name=first,
         other_names=tuple(others),
         shape=tuple(param.sharded.shape),
-        computed_shape=param.shape,
         local_shape=tuple(param.local.shape),
         rests=param.dtype,
         computes=param.param_dtype,
         reduces=dtype,
-        delivers=None if dtype is None or param.follows_arrivals else param.delivery_dtype(dtype),
         placements=tuple(map(placement_name, sharding.spec.placements)),
         mesh=axes_of(sharding.spec.mesh),
         dealt_out=partition.text(partition.rows(world_size)),
         owner=partition.owner,
         is_trainable=param.sharded.requires_grad,
-        is_replicated=sharding.mesh.replicate_size > 1 if is_alone else partition.dim is None,
         local_bytes=param.local.numel() * param.dtype.itemsize,
         unsharded_bytes=param.local_numel * param.param_dtype.itemsize,
         gather=gather,
         gather_reason=gather_reason,
         reduce=reduce,
         reduce_reason=reduce_reason,
-        **_place(plans, index),
+        buffer=None if found is None else found[0],
     )
-
-
-def _place(plans: PlansOfGroup, index: int) -> dict[str, Any]:
-    """In the buffers, in bytes."""
-    found, param = plans.gather_of(index), plans.group.params[index]
-    if found is None:
-        nbytes = param.local_numel * param.param_dtype.itemsize
-        own = {"shard_room_bytes": param.local.numel() * param.dtype.itemsize, "unsharded_room_bytes": nbytes}
-        return {"buffer": None, "shard_offset_bytes": 0, "unsharded_offset_bytes": 0, **own}
-    number, plan, slot = found
-    partition, world_size = slot.partition, plan.layout.world_size
-    is_even = partition.arrives_in_order and partition.owner is None
-    room = world_size * slot.rows * partition.row_numel if is_even else partition.numel
-    return {
-        "buffer": number,
-        "shard_room_bytes": slot.shard_numel * plan.dtype.itemsize,
-        "shard_offset_bytes": slot.shard_offset * plan.dtype.itemsize,
-        "unsharded_room_bytes": room * plan.param_dtype.itemsize,
-        "unsharded_offset_bytes": slot.unsharded_offset * plan.param_dtype.itemsize,
-    }
 
 
 def _gather_way(plans: PlansOfGroup, index: int) -> tuple[Way, str]:

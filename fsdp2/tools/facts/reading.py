@@ -12,7 +12,7 @@ from torch import nn
 
 from fsdp2 import _torch
 from fsdp2.core.group import FSDPParamGroup
-from fsdp2.core.layout import BufferLayout, joined_row
+from fsdp2.core.layout import BufferLayout
 from fsdp2.core.options import RootSettings, described
 from fsdp2.core.plan import GatherPlan, ReducePlan
 from fsdp2.core.root import Unit
@@ -115,13 +115,11 @@ class _Reader:
             world_size=self.world_size,
             rank=self.links.rank,
             ranks_per_node=self.links.ranks_per_node,
-            has_run=any(state.root is not None for state in self.states),
             is_meta=any(each.is_meta for each in parameters),
             roots=tuple(self._name(state) for state in self._roots),
             groups=groups,
             ignored=ignored,
             unsharded=unsharded,
-            module_buffers_bytes=sum(buffer.numel() * buffer.element_size() for buffer in self.model.buffers()),
             order=self._order(),
             exchanges=tuple(each for index, plan in enumerate(plans) for each in self._exchanges(index, plan)),
         )
@@ -197,7 +195,6 @@ class _Reader:
         owner: FSDPState = group.sharers[0]
         mesh, is_root = group.mesh, owner in self._roots
         rests = group.storage.post_forward
-        row = self._row(plans)
         exact = not group.storage.extended and group.settings.comm_hook is None
         return GroupFacts(
             index=index,
@@ -217,14 +214,10 @@ class _Reader:
             strategy=_strategy(owner, group),
             unshards_in_backward=group.settings.unshards_in_backward,
             offloads=_offloads(group),
-            pins_memory=group.storage.offloading.pins,
             buffers=_buffers(plans),
             gradients=tuple(_gradients(group, plan) for plan in plans.reduces),
-            send_bytes=_send_bytes(plans, row),
-            staging_bytes=mesh.shard_size * row.nbytes,
             rests=self._rests(plans),
             prefetches=self._names(owner.forward_prefetch),
-            prefetches_backward=self._names(owner.backward_prefetch),
             settings=tuple(described(group.settings, without=("unshards_in_backward",)).items()),
             is_exact=exact,
         )
@@ -243,8 +236,7 @@ class _Reader:
             return None
         layouts = _resting_layouts(plans, rests.mesh.shard_size)
         nbytes = sum(layout.shard_numel * itemsize for layout, itemsize in layouts)
-        staging_bytes = rests.mesh.shard_size * row_of(layouts).nbytes
-        return RestFacts(self._ranks(rests.mesh.shard_group), nbytes, staging_bytes)
+        return RestFacts(self._ranks(rests.mesh.shard_group), nbytes)
 
     # -- exchanges
 
@@ -358,42 +350,19 @@ def _offloads(group: FSDPParamGroup) -> tuple[str, ...]:
     return tuple(name for name, is_asked in asked.items() if is_asked)
 
 
-def _is_copied_in(group: FSDPParamGroup, dtype: torch.dtype, param_dtype: torch.dtype) -> bool:
-    return dtype != param_dtype or group.storage.offloading.device != group.mesh.device
-
-
 def _buffers(plans: PlansOfGroup) -> tuple[BufferFacts, ...]:
     made = []
     for plan in plans.gathers:
         layout, itemsize = plans.layout(plan), plan.param_dtype.itemsize
-        direct = sum(slot.shard_numel for slot in layout.carried if slot.direct)
         made.append(
             BufferFacts(
                 dtype=plan.dtype,
                 param_dtype=plan.param_dtype,
                 shard_bytes=layout.shard_numel * plan.dtype.itemsize,
                 unsharded_bytes=0 if _lies_in_place(plans.group, plan) else layout.unsharded_numel * itemsize,
-                packed_bytes=layout.packed_numel * itemsize,
-                direct_bytes=direct * itemsize,
-                is_copied_in=_is_copied_in(plans.group, plan.dtype, plan.param_dtype),
             )
         )
     return tuple(made)
-
-
-def _send_bytes(plans: PlansOfGroup, row: PackedRow) -> int:
-    """What is sent from a buffer of its own: casts, copies from the host, dtypes that are joined."""
-    if plans.group.settings.custom_all_gather is not None:
-        return 0  # it lies in what the collective allocates
-    copied = [plan for plan in plans.gathers if _is_copied_in(plans.group, plan.dtype, plan.param_dtype)]
-    packed = [plan for plan in plans.gathers if plan.layout.packed_numel and not _lies_in_place(plans.group, plan)]
-    head = row.nbytes if len(packed) > 1 or any(plan in copied for plan in packed) else 0
-    tails = [
-        (plan.layout.shard_numel - plan.layout.packed_numel) * plan.param_dtype.itemsize
-        for plan in copied
-        if any(slot.direct and slot.shard_numel for slot in plan.layout.carried)
-    ]
-    return head + (joined_row(tails)[1] if tails else 0)
 
 
 def _lies_in_place(group: FSDPParamGroup, plan: GatherPlan) -> bool:
@@ -405,14 +374,10 @@ def _gradients(group: FSDPParamGroup, plan: ReducePlan) -> GradientFacts:
     params = [group.params[index] for index in plan.params]
     dtypes = {None if param.follows_arrivals else param.delivery_dtype(plan.dtype) for param in params}
     delivered = next(iter(dtypes)) if len(dtypes) == 1 else None
-    output_bytes = plan.layout.numel * plan.dtype.itemsize
     return GradientFacts(
         dtype=plan.dtype,
         delivered_dtype=delivered,
         params=plan.params,
-        unsharded_bytes=sum(param.local_numel * param.param_dtype.itemsize for param in params),
-        input_bytes=group.mesh.shard_size * plan.layout.packed_numel * plan.dtype.itemsize,
-        output_bytes=output_bytes,
         delivered_bytes=_delivered_bytes(group, plan, delivered),
     )
 

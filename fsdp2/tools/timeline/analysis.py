@@ -108,7 +108,6 @@ class Traffic:
 
     Attributes:
         count: exchanges.
-        collectives: buffers that they carried.
         nbytes: of the whole buffers.
         sent_bytes: what the rank sent at the least.
         in_flight_seconds: see [Note: exposed and overlapped].
@@ -117,7 +116,6 @@ class Traffic:
     """
 
     count: int = 0
-    collectives: int = 0
     nbytes: int = 0
     sent_bytes: int = 0
     in_flight_seconds: float = 0.0
@@ -139,7 +137,7 @@ def traffic_of(record: RankRecord) -> dict[tuple[str, str], Traffic]:
             covered = sum(max(0.0, min(end, span.end) - max(begin, span.begin)) for begin, end in waits)
             hidden = 0.0 if span.blocks else max(0.0, span.seconds - covered)
             found.setdefault((span.name, span.what), Traffic()).add(
-                Traffic(1, span.collectives, span.nbytes, span.sent_bytes, span.seconds, 0.0, hidden)
+                Traffic(1, span.nbytes, span.sent_bytes, span.seconds, 0.0, hidden)
             )
         if is_wait(span):
             kind = span.what.removeprefix("wait for ")
@@ -160,7 +158,6 @@ class RankSummary:
         exposed_reduce_seconds: of it, for which it waited for reductions.
         sent_bytes: what it sent at the least.
         peak_unsharded_bytes: most memory of unsharded parameters and what they are gathered into, at a time.
-        peak_allocated_bytes: most memory of the process, at a time that was looked at.
         busy: seconds by activity and name.
     """
 
@@ -172,7 +169,6 @@ class RankSummary:
     exposed_reduce_seconds: float
     sent_bytes: float
     peak_unsharded_bytes: int
-    peak_allocated_bytes: int
     busy: dict[tuple[str, str], float] = field(default_factory=dict)
 
     @property
@@ -203,7 +199,6 @@ def summary_of(record: RankRecord) -> RankSummary:
         (sum(each.seconds for each in waits) - gathers) / count,
         sum(each.sent_bytes for each in inside) / count,
         max((each.unsharded_bytes + each.staged_bytes for each in record.memory), default=0),
-        max((each.allocated_bytes for each in record.memory), default=0),
         busy,
     )
 
@@ -218,7 +213,6 @@ class Slowest:
         what: in which activity most of that is.
         name: of which module, group or optimizer.
         where_seconds: for how much longer there.
-        also: what, name and seconds of the next places, while these say much of the rest.
     """
 
     rank: int
@@ -226,12 +220,6 @@ class Slowest:
     what: str
     name: str
     where_seconds: float
-    also: tuple[tuple[str, str, float], ...] = ()
-
-
-MOST_ALSO = 2
-LITTLE = 0.1
-"""Of what a rank is slower by: places of less are not named."""
 
 
 def slowest_of(ranks: Sequence[RankSummary]) -> Slowest | None:
@@ -245,11 +233,6 @@ def slowest_of(ranks: Sequence[RankSummary]) -> Slowest | None:
         return slowest.busy.get(key, 0.0) - statistics.median(each.busy.get(key, 0.0) for each in others)
 
     keys = sorted(slowest.busy) or [(PROGRAM, "")]
-    where, *rest = sorted(keys, key=excess, reverse=True)
+    where = max(keys, key=excess)
     whole = slowest.busy_seconds - statistics.median(each.busy_seconds for each in others)
-    also, left = [], whole - excess(where)
-    for place in rest[:MOST_ALSO]:
-        if min(left, excess(place)) > LITTLE * whole:
-            also.append((*place, excess(place)))
-            left -= excess(place)
-    return Slowest(slowest.rank, whole, *where, excess(where), tuple(also))
+    return Slowest(slowest.rank, whole, *where, excess(where))

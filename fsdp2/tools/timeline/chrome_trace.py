@@ -84,7 +84,6 @@ def _memory(record: RankRecord) -> list[dict[str, Any]]:
     found = []
     for each in record.memory:
         parts = {"unsharded": each.unsharded_bytes, "staging": each.staged_bytes, "reducing": each.reducing_bytes}
-        place = {"ph": "C", "pid": record.rank, "ts": each.time * 1e6}
-        found.append({**place, "name": "memory for communication, bytes", "args": parts})
-        found.append({**place, "name": "memory of the process, bytes", "args": {"allocated": each.allocated_bytes}})
+        name = "memory for communication, bytes"
+        found.append({"ph": "C", "pid": record.rank, "ts": each.time * 1e6, "name": name, "args": parts})
     return found

@@ -6,7 +6,6 @@ issued to. Without streams the host's clock is read.
 
 from __future__ import annotations
 
-import mmap
 import os
 import platform
 import socket
@@ -16,12 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fsdp2.core.root import FSDPRoot
 from fsdp2.core.streams import Device
 from fsdp2.tools.observing.clocks import Clock, clock_for
-from fsdp2.tools.observing.memory import peak_bytes
 from fsdp2.tools.observing.observation import Activity, Exchange, Kind, Listener, Observation
 from fsdp2.tools.timeline.records import MemorySample, RankRecord, Span
 
@@ -50,7 +46,6 @@ class Recorder(Listener):
 
     def __init__(self) -> None:
         self._clocks: dict[int, Clock] = {}
-        self._where: dict[int, torch.device] = {}
         self._spans: list[_Open] = []
         self._activities: list[_Open] = []
         self._exchanges: dict[int, _Open] = {}
@@ -59,7 +54,7 @@ class Recorder(Listener):
         self._held: dict[str, tuple[int, int]] = {}
         self._reducing: dict[int, int] = {}
         self._totals = [0, 0, 0]
-        self._samples: list[tuple[Clock, Any, tuple[int, int, int, int]]] = []
+        self._samples: list[tuple[Clock, Any, tuple[int, int, int]]] = []
         self._began = 0.0
 
     def begin(self) -> None:
@@ -71,9 +66,7 @@ class Recorder(Listener):
     def _clock(self, device: Device) -> Clock:
         known = self._clocks.get(id(device))
         if known is None:
-            where = self.observation.devices[id(device)][1]
-            known = self._clocks[id(device)] = clock_for(device, where)
-            self._where[id(known)] = where
+            known = self._clocks[id(device)] = clock_for(device, self.observation.devices[id(device)][1])
         return known
 
     def begin_step(self, root: FSDPRoot) -> None:
@@ -84,7 +77,7 @@ class Recorder(Listener):
             self._finish(left, mark)
         self._activities.clear()
         self._marks["forwards"].append((clock, mark))
-        self._sample(clock, mark, reads=True)
+        self._sample(clock, mark)
 
     def end_iteration(self, root: FSDPRoot, *, reduced: bool) -> None:
         """A backward has ended."""
@@ -92,7 +85,6 @@ class Recorder(Listener):
         mark = clock.mark(root.comm.device.current_stream())
         if reduced:
             self._marks["reductions"].append((clock, mark))
-        self._sample(clock, mark, reads=True)
 
     def open(self, activity: Activity, name: str, device: Device) -> None:
         """On the stream that computes."""
@@ -109,8 +101,6 @@ class Recorder(Listener):
                 self._finish(found, mark)
                 if activity is Activity.OPTIMIZER:
                     self._marks["updates"].append((found.clock, mark))
-                if activity is not Activity.ENGINE:
-                    self._sample(found.clock, mark, reads=True)
                 return
 
     def begin_exchange(self, exchange: Exchange, device: Device) -> None:
@@ -164,12 +154,9 @@ class Recorder(Listener):
         span.end = mark
         self._spans.append(span)
 
-    def _sample(self, clock: Clock, mark: Any, *, reads: bool = False) -> None:
-        """``reads``: ask the allocator, or the system, too: not in the middle of the engine's work."""
-        last = self._samples[-1][2][3] if self._samples else 0
-        allocated = allocated_bytes(self._where[id(clock)]) if reads or not self._samples else last
+    def _sample(self, clock: Clock, mark: Any) -> None:
         unsharded, staged, reducing = self._totals
-        self._samples.append((clock, mark, (unsharded, staged, reducing, allocated)))
+        self._samples.append((clock, mark, (unsharded, staged, reducing)))
 
     # -- the end
 
@@ -215,15 +202,3 @@ def _clock_id() -> str:
     if sys.platform == "linux" and boot.exists():  # CLOCK_MONOTONIC counts from the start of the machine
         return boot.read_text().strip()
     return f"{platform.node()}/{os.getpid()}"
-
-
-def allocated_bytes(device: torch.device) -> int:
-    """What the allocator of ``device`` has given to this process; on CPU what of the process is resident."""
-    if device.type != "cpu":
-        reads = getattr(torch.get_device_module(device), "memory_allocated", None)
-        return int(reads(device)) if reads is not None else 0
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[1]) * mmap.PAGESIZE
-    except OSError:  # another system: the most that it ever was
-        return peak_bytes(device)

@@ -6,10 +6,7 @@ Times are those of `time.perf_counter` on that rank until `Timeline` puts ranks 
 from __future__ import annotations
 
 import dataclasses
-import json
-import zlib
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +54,12 @@ class MemorySample:
         unsharded_bytes: unsharded parameters.
         staged_bytes: what is gathered into and sent from, beside them.
         reducing_bytes: gradients that are being reduced.
-        allocated_bytes: all that this process has: of the device's allocator; on CPU what is resident.
     """
 
     time: float
     unsharded_bytes: int
     staged_bytes: int
     reducing_bytes: int
-    allocated_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,23 +99,6 @@ class RankRecord:
     in_graphs: tuple[str, ...] = ()
     failure: str = ""
     model: str = ""
-
-    def packed(self) -> bytes:
-        """For another rank."""
-        rows = dataclasses.asdict(self)
-        rows["spans"] = [dataclasses.astuple(each) for each in self.spans]
-        rows["memory"] = [dataclasses.astuple(each) for each in self.memory]
-        return zlib.compress(json.dumps(rows).encode())
-
-    @classmethod
-    def unpacked(cls, data: bytes) -> RankRecord:
-        """What another rank has `packed`."""
-        rows: dict[str, Any] = json.loads(zlib.decompress(data))
-        for name in ("forwards", "updates", "reductions", "in_graphs"):
-            rows[name] = tuple(rows[name])
-        rows["spans"] = tuple(Span(*each) for each in rows["spans"])
-        rows["memory"] = tuple(MemorySample(*each) for each in rows["memory"])
-        return cls(**rows)
 
     def moved(self, by: float) -> RankRecord:
         """The same, ``by`` seconds later."""

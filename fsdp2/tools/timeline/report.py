@@ -1,4 +1,4 @@
-"""`TimelineReport`: the records of all ranks on one scale, with what they mean. What pictures and pages are made of."""
+"""`TimelineReport`: the records of all ranks on one scale, with what they mean. Traces and pictures are made of it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fsdp2.tools.quantities import shown_bytes, table
 from fsdp2.tools.timeline.analysis import (
-    LITTLE,
     RankSummary,
     Slowest,
     Traffic,
@@ -103,7 +103,7 @@ class TimelineReport:
             f"{self.exposed_share:.1%} of the time ranks wait for communication."
         ]
         if self.slowest is not None:
-            said.append(self._slowest_line(self.slowest))
+            said.append(_slowest_line(self.slowest))
         said += [f"Rank {each.rank} left the context by {each.failure}." for each in self.records if each.failure]
         if self.in_graphs:
             said.append(
@@ -114,38 +114,25 @@ class TimelineReport:
             said.append("Ranks of different machines are compared by the time of day: within milliseconds.")
         return said
 
-    def _slowest_line(self, slowest: Slowest) -> str:
-        share = slowest.excess_seconds / self.step_seconds if self.step_seconds else 0.0
-        line = f"Rank {slowest.rank} is the slowest: it computes for {_ms(slowest.excess_seconds)} longer in a step "
-        line += f"than the others ({share:.1%} of it)"
-        if slowest.where_seconds <= 0:
-            return line + "."
-        line += f", {_ms(slowest.where_seconds)} of that in {_place(slowest.what, slowest.name)}"
-        line += "".join(f", {_ms(seconds)} in {_place(what, name)}" for what, name, seconds in slowest.also)
-        rest = slowest.excess_seconds - slowest.where_seconds - sum(seconds for _, _, seconds in slowest.also)
-        return f"{line}; the rest is in many places." if rest > LITTLE * slowest.excess_seconds else f"{line}."
-
     def table(self) -> str:
-        """Ranks and groups as plain text."""
-        lines = [*self.headlines(), ""]
-        lines.append("rank   step ms   busy ms   waits ms: gathers  reductions   sent MiB   unsharded MiB at most")
-        for each in self.ranks:
-            lines.append(
-                f"{each.rank:>4} {each.step_seconds * 1e3:>9.2f} {each.busy_seconds * 1e3:>9.2f} "
-                f"{each.exposed_gather_seconds * 1e3:>18.2f} {each.exposed_reduce_seconds * 1e3:>11.2f} "
-                f"{each.sent_bytes / MIB:>10.2f} {each.peak_unsharded_bytes / MIB:>23.2f}"
-            )
-        width = max([5, *(len(each.name) for each in self.groups)])
-        sides = "   gathers      MiB  hidden ms  exposed ms   reductions      MiB  hidden ms  exposed ms"
-        lines += ["", f"{'group':<{width}}{sides}"]
-        for group in self.groups:
-            cells = [
-                f"{each.count:>{10 if index == 0 else 12}.1f} {each.nbytes / MIB:>8.2f} "
-                f"{each.overlapped_seconds * 1e3:>10.2f} {each.exposed_seconds * 1e3:>11.2f}"
-                for index, each in enumerate((group.gathers, group.reductions))
+        """Ranks and groups as plain text; milliseconds and bytes of a step."""
+        headers = ("rank", "step", "busy", "waits for gathers", "for reductions", "sent", "unsharded at most")
+        rows = [
+            [
+                str(each.rank),
+                *map(_ms, (each.step_seconds, each.busy_seconds)),
+                *map(_ms, (each.exposed_gather_seconds, each.exposed_reduce_seconds)),
+                *map(shown_bytes, (each.sent_bytes, each.peak_unsharded_bytes)),
             ]
-            lines.append(f"{group.name:<{width}}{cells[0]} {cells[1]}")
-        return "\n".join(lines)
+            for each in self.ranks
+        ]
+        lines = [*self.headlines(), "", *table(headers, rows, right=range(7)), ""]
+        sides = ("gathers", "bytes", "hidden", "exposed", "reductions", "bytes", "hidden", "exposed")
+        rows = [
+            [each.name, *(cell for side in (each.gathers, each.reductions) for cell in _cells(side))]
+            for each in self.groups
+        ]
+        return "\n".join([*lines, *table(("group", *sides), rows, right=range(1, 9))])
 
     def to_dict(self) -> dict[str, object]:
         """The same for programs: seconds and bytes, of a step on average."""
@@ -185,8 +172,17 @@ def scaled(traffic: Traffic, weight: float) -> Traffic:
     return Traffic(**{name: weight * getattr(traffic, name) for name in Traffic.__slots__})
 
 
-def _place(what: str, name: str) -> str:
-    return f"the {what} of '{name}'" if name else "the program outside of the model"
+def _cells(side: Traffic) -> list[str]:
+    times = map(_ms, (side.overlapped_seconds, side.exposed_seconds))
+    return [f"{side.count:.1f}", shown_bytes(side.nbytes), *times]
+
+
+def _slowest_line(slowest: Slowest) -> str:
+    line = f"Rank {slowest.rank} is the slowest: it computes for {_ms(slowest.excess_seconds)} longer in a step than "
+    if slowest.where_seconds <= 0:
+        return f"{line}the others."
+    place = f"the {slowest.what} of '{slowest.name}'" if slowest.name else "the program outside of the model"
+    return f"{line}the others, {_ms(slowest.where_seconds)} of that in {place}."
 
 
 def _ms(seconds: float) -> str:

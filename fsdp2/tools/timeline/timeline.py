@@ -21,7 +21,7 @@ from fsdp2.tools.timeline.collecting import Meeting
 from fsdp2.tools.timeline.recorder import Recorder
 from fsdp2.tools.timeline.report import GroupSummary, TimelineReport
 
-FORMATS = (".json", ".html", ".png")
+FORMATS = (".json", ".png")
 
 
 class Timeline:
@@ -122,8 +122,7 @@ class Timeline:
     def save(self, path: str | Path) -> None:
         """Write it to ``path``, on the first rank; the others return at once. Every rank may call it.
 
-        ``.json`` is a trace for ui.perfetto.dev and chrome://tracing, ``.html`` one page that needs nothing else,
-        ``.png`` a picture.
+        ``.json`` is a trace for ui.perfetto.dev and chrome://tracing, ``.png`` a picture.
 
         Raises:
             FSDPRuntimeError: the context has not ended; or a picture is asked for without matplotlib.
@@ -131,38 +130,24 @@ class Timeline:
             OSError: it cannot be written.
         """
         report, target = self.report, Path(path)
-        refuse_path(target)
+        if target.suffix not in FORMATS:
+            raise FSDPValueError(
+                f"Timeline.save() writes {', '.join(FORMATS)}, by the ending of the path; got '{target.name}'."
+            )
+        if target.suffix == ".png" and importlib.util.find_spec("matplotlib") is None:
+            raise FSDPRuntimeError(
+                "Timeline.save() draws pictures with matplotlib, which is not installed: pip install 'fsdp2[tools]', "
+                "or save a .json trace, which ui.perfetto.dev shows."
+            )
         alone = report.records[0].failure != ""
         if self._meeting is not None and not (self._meeting.is_first or alone):
             return
         if target.suffix == ".json":
             target.write_text(json.dumps(trace(report)), encoding="utf-8")
-        elif target.suffix == ".html":
-            from fsdp2.tools.timeline.page import page  # when it is needed: imports of fsdp2 are light
-
-            target.write_text(page(report), encoding="utf-8")
         else:
-            from fsdp2.tools.timeline.picture import draw
+            from fsdp2.tools.timeline.picture import draw  # when it is needed: imports of fsdp2 are light
 
             draw(report, target)
-
-
-def refuse_path(path: Path) -> None:
-    """Refuse to save to ``path`` what cannot be saved there, before there is anything to save.
-
-    Raises:
-        FSDPRuntimeError: a picture is asked for without matplotlib.
-        FSDPValueError: another ending.
-    """
-    if path.suffix not in FORMATS:
-        raise FSDPValueError(
-            f"Timeline.save() writes {', '.join(FORMATS)}, by the ending of the path; got '{path.name}'."
-        )
-    if path.suffix == ".png" and importlib.util.find_spec("matplotlib") is None:
-        raise FSDPRuntimeError(
-            "Timeline.save() draws pictures with matplotlib, which is not installed: pip install 'fsdp2[tools]', "
-            "or save an .html page, which needs nothing."
-        )
 
 
 @checked(timeout=at_least(0))
@@ -178,7 +163,7 @@ def timeline(
         ...     for batch in itertools.islice(batches, 3):
         ...         train(batch)
         >>> print(timeline)
-        >>> timeline.save("timeline.html")
+        >>> timeline.save("timeline.json")
 
     Outside of the context nothing of it runs. All ranks must enter and leave it, around the same steps; they meet over
     the store of the process group, and no collective is added. Times are the host's on CPU, and the device's on

@@ -244,23 +244,6 @@ def test_an_exception_on_all_ranks_leaves_the_model_as_it_was(tmp_path: Path) ->
 
 
 @multi_rank(2)
-def test_an_exception_on_one_rank_keeps_no_other_from_leaving() -> None:
-    """After the last step, so that nobody waits for it elsewhere."""
-    model = sharded()
-    step = stepping(model)
-    timeline = fsdp2.timeline(model)
-    if dist.get_rank() == 1:
-        with pytest.raises(ValueError, match="late"), timeline:
-            step()
-            raise ValueError("late")
-    else:
-        with timeline:
-            step()
-        assert [each.failure for each in timeline.report.records] == ["", "ValueError: late"]
-        assert "Rank 1 left the context by ValueError: late." in str(timeline)
-
-
-@multi_rank(2)
 def test_contexts_inside_of_each_other_and_models_beside_each_other(tmp_path: Path) -> None:
     one, other = sharded(), sharded()
     steps = [stepping(one), stepping(other)]
@@ -276,27 +259,8 @@ def test_contexts_inside_of_each_other_and_models_beside_each_other(tmp_path: Pa
     }
     counts = {each.name: each.gathers.count * 3 for each in both.groups}  # steps: forwards after an update
     assert counts["Model#0/blocks.0"] == 4 and counts["Model#1/blocks.0"] == 2
-    both.save(tmp_path / "both.html")
-    assert (tmp_path / "both.html").exists() or dist.get_rank() == 1, "the first rank writes"
-
-
-@multi_rank(2)
-def test_before_the_first_step_and_over_microbatches() -> None:
-    """One step of three microbatches, of which the last one reduces; roots form inside of the context."""
-    model = sharded()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with fsdp2.timeline(model) as timeline:
-        for _ in range(2):
-            for last in (False, False, True):
-                model.set_requires_gradient_sync(last)
-                model(torch.ones(2, WIDTH)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert len(timeline.report.steps) == 2
-    assert {each.name: each.reductions.count for each in timeline.groups} == {
-        f"blocks.{index}": 1.0 for index in range(BLOCKS)
-    }
-    assert all(each.what != "reduce-scatter" for each in timeline.report.records[0].spans[:5])
+    both.save(tmp_path / "both.json")
+    assert (tmp_path / "both.json").exists() or dist.get_rank() == 1, "the first rank writes"
 
 
 @multi_rank(2)
