@@ -204,4 +204,4 @@ def search(count: int, most: int) -> dict[str, list[int]]:
 
 if __name__ == "__main__":
     for name, seeds in search(int(sys.argv[1]), int(sys.argv[2])).items():
-        print(f'    "{name}": {seeds},')
+        print(f'    "{name}": """{" ".join(map(str, seeds))}""",')

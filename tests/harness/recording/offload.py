@@ -79,17 +79,6 @@ def offloaded_replicas(recorder: Recorder) -> None:
     offloaded(recorder, mesh=replicate_and_shard(), mp_policy=HALF)
 
 
-def offloaded_accumulating(recorder: Recorder) -> None:
-    """The host adds to `.grad`; reductions stay in flight from one backward to the next."""
-    with _host_is_another_place(recorder):
-        training = train(recorder, offload_policy=CPUOffloadPolicy())
-        for _ in range(STEPS):
-            for last in (False, True):
-                training.model.set_is_last_backward(last)
-                training.loss().backward()
-            training.update()
-
-
 def offloaded_cached(recorder: Recorder) -> None:
     """What was copied to the device stays for several backwards, while the host writes between some of them."""
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cache_shards=True)
@@ -141,11 +130,6 @@ def offloaded_sums_are_read(recorder: Recorder) -> None:
 def offloaded_sums_are_cleared(recorder: Recorder) -> None:
     """The program makes zeros of what waits in host memory."""
     offloaded_sums(recorder, between=lambda training: training.model.zero_grad(set_to_none=False))
-
-
-def offloaded_sums_of_replicas(recorder: Recorder) -> None:
-    """The same with HSDP and mixed precision."""
-    offloaded_sums(recorder, mesh=replicate_and_shard(), mp_policy=HALF)
 
 
 def _write(training: Training) -> None:
@@ -292,10 +276,9 @@ def offloaded_state(recorder: Recorder, *, offloads: bool = True) -> Training:
 OFFLOADED = {
     function.__name__: function
     for function in (
-        offloaded, offloaded_direct, offloaded_replicas, offloaded_accumulating, offloaded_and_written,
-        offloaded_and_loaded, offloaded_contexts_joined, offloaded_without_communication,
-        offloaded_and_written_between, offloaded_cached, offloaded_fails, offloaded_sums, offloaded_sums_of_replicas,
-        offloaded_written_whole, offloaded_sums_are_read, offloaded_sums_are_cleared,
+        offloaded, offloaded_direct, offloaded_replicas, offloaded_and_written, offloaded_and_loaded,
+        offloaded_contexts_joined, offloaded_without_communication, offloaded_and_written_between, offloaded_cached,
+        offloaded_fails, offloaded_written_whole, offloaded_sums_are_read, offloaded_sums_are_cleared,
         offloaded_state,
     )
 }  # fmt: skip
