@@ -102,7 +102,7 @@ def test_what_rests_in_place_is_found_by_the_backward_and_freed_by_a_reshard() -
 
 def test_a_gather_that_nobody_waits_for_is_over_before_its_memory_goes() -> None:
     _, group = build()
-    work = mock.Mock()
+    work = mock.Mock(has_failed=False)
 
     def gather(members: object, works: list[object], user_waits: bool) -> None:
         works.append(work)
