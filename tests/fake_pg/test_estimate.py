@@ -28,8 +28,8 @@ from fsdp2.tools.estimating import rank
 from fsdp2.tools.estimating.costs import Cost, seconds_of
 from fsdp2.tools.estimating.scaling import scaled
 from fsdp2.tools.estimating.subject import depth_of, shorten
+from tests.fake_pg.helpers.allocations import Run, allocator_peaks, drawn_runs, estimated_peaks
 from tests.harness import fake_world
-from tests.harness.allocations import Run, allocator_peaks, drawn_runs, estimated_peaks
 from tests.harness.llama import SIZES, Llama, next_token_loss
 from tests.harness.published import POLICY, RUNS, Published
 

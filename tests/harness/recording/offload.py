@@ -18,6 +18,7 @@ import fsdp2.optim.offload
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, offload_optimizer_state, pending_gradients, share_comm_ctx
 from fsdp2.core.buffers import Offloading
 from fsdp2.core.gather import Source
+from tests.harness.internals import STATE_TO_DEVICE, STATE_TO_HOST
 from tests.harness.recording.meshes import HALF, replicate_and_shard
 from tests.harness.recording.recorder import Recorder
 from tests.harness.recording.training import STEPS, Expected, Stack, Training, write_whole
@@ -256,11 +257,8 @@ def offloaded_state(recorder: Recorder, *, offloads: bool = True) -> Training:
         copies.append((torch.empty(local.shape), local))
         return fsdp2.optim.offload._like(value, copies[-1][0])
 
-    copy_to_host = fsdp2.optim.offload._on_host
-    with (
-        mock.patch.object(fsdp2.optim.offload, "_on_host", on_host),
-        mock.patch.object(fsdp2.optim.offload, "_on_device", on_device),
-    ):
+    copy_to_host = STATE_TO_HOST.function
+    with STATE_TO_HOST.replaced_by(on_host), STATE_TO_DEVICE.replaced_by(on_device):
         training = train(recorder, Stack(blocks=4))
         units = [*training.model.blocks, training.model.inputs, training.model.outputs]
         training.optimizer = torch.optim.AdamW([{"params": list(unit.parameters())} for unit in units], foreach=True)

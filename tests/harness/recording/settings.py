@@ -9,14 +9,13 @@ from contextlib import suppress
 from functools import partial
 from itertools import count
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard, pending_gradients, share_comm_ctx, synchronize_gradients
-from fsdp2.core.gradients import GradientBucket
+from tests.harness.internals import WITHOUT_MISSING
 from tests.harness.recording.meshes import HALF, replicate_and_shard
 from tests.harness.recording.recorder import COMPUTE, Recorder, RecordingDevice
 from tests.harness.recording.training import STEPS, Expected, Stack, Training
@@ -150,7 +149,7 @@ def unused_on_this_rank(recorder: Recorder) -> None:
     def without_bias(module: nn.Linear, args: tuple[Tensor], output: Tensor) -> Tensor:
         return nn.functional.linear(args[0], module.weight)
 
-    everywhere = mock.patch.object(GradientBucket, "_without", staticmethod(lambda presence, missing: presence))
+    everywhere = WITHOUT_MISSING.replaced_by(staticmethod(lambda presence, missing: presence))
     for is_used in (False, True, False):
         handle = None if is_used else block.up.register_forward_hook(without_bias)
         with everywhere:

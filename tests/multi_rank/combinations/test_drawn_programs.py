@@ -1,8 +1,9 @@
 """Programs drawn from seeds, each trained beside the plain model: whatever may be combined is, somewhere.
 
-The programs of the seeds of `tests.harness.drawn.seeds` have every two features together that may be so;
-`python -m tests.harness.drawn.features 2500 225` searches them anew where drawing has changed. An eighth of them, all
-meshes and features among it, run in every `make test`; the others take 140 seconds, and run in `make test-full`.
+The programs of the seeds of `helpers.drawn.seeds` have every two features together that may be so. Where drawing has
+changed, `python -m tests.multi_rank.combinations.helpers.drawn.features 2500 225` searches them anew. An eighth of
+them, all meshes and features among it, run in every `make test`; the others take 140 seconds, and run in
+`make test-full`.
 
 `FSDP2_DRAWN=5000 python -m pytest tests/multi_rank/combinations/test_drawn_programs.py -k many` runs that many of each
 mesh; `FSDP2_DRAWN_FROM` is the first seed. A failure says its mesh and seed: `run(draw(mesh, seed))` is that program.
@@ -18,10 +19,10 @@ from collections.abc import Sequence
 import pytest
 
 from tests.harness import multi_rank
-from tests.harness.drawn.features import covered, excluded, features
-from tests.harness.drawn.programs import MESHES, draw
-from tests.harness.drawn.seeds import SEEDS
-from tests.harness.drawn.training import run
+from tests.multi_rank.combinations.helpers.drawn.features import covered, excluded, features
+from tests.multi_rank.combinations.helpers.drawn.programs import MESHES, draw
+from tests.multi_rank.combinations.helpers.drawn.seeds import SEEDS
+from tests.multi_rank.combinations.helpers.drawn.training import run
 
 BATCH = 6
 MANY = int(os.environ.get("FSDP2_DRAWN", "60"))

@@ -14,7 +14,7 @@ import os
 import pytest
 
 from tests.harness import multi_rank
-from tests.harness.mixed.programs import (
+from tests.multi_rank.combinations.helpers.mixed.programs import (
     AXES,
     RULES,
     Mix,
@@ -28,7 +28,7 @@ from tests.harness.mixed.programs import (
     printed,
     ranks_of,
 )
-from tests.harness.mixed.training import run
+from tests.multi_rank.combinations.helpers.mixed.training import run
 
 OFTEN = 40
 """How many of the programs that cover all pairs run in every `make test`."""

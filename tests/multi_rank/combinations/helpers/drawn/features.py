@@ -1,7 +1,7 @@
 """What drawn programs cover: their features, and the pairs of features that occur together.
 
-Owns the names of features and which of them exclude each other, with reasons. `python -m
-tests.harness.drawn.features` searches seeds whose programs cover every other pair, and prints `seeds`.
+Owns the names of features and which of them exclude each other, with reasons. Run as a program it searches seeds whose
+programs cover every other pair, and prints `seeds`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from tests.harness.drawn.programs import MESHES, RANKS, SUMS_COPIES, Program, draw
+from tests.multi_rank.combinations.helpers.drawn.programs import MESHES, RANKS, SUMS_COPIES, Program, draw
 
 Pair = tuple[str, str]
 

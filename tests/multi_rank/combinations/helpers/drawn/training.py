@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import fsdp2
 from fsdp2 import FSDPModule
 from tests.harness.compare import EXACT, Tolerance, assert_sharded_same
-from tests.harness.drawn.building import Builder, dtype_of
-from tests.harness.drawn.events import Left, happen
-from tests.harness.drawn.model import OWN, Drawn, build, inputs
-from tests.harness.drawn.programs import STEPS, Program
-from tests.harness.drawn.reference import MAX_NORM, Gradients, Plain, make_optimizer
 from tests.harness.parity.custom_collectives import custom_all_gather, custom_reduce_scatter
+from tests.multi_rank.combinations.helpers.drawn.building import Builder, dtype_of
+from tests.multi_rank.combinations.helpers.drawn.events import Left, happen
+from tests.multi_rank.combinations.helpers.drawn.model import OWN, Drawn, build, inputs
+from tests.multi_rank.combinations.helpers.drawn.programs import STEPS, Program
+from tests.multi_rank.combinations.helpers.drawn.reference import MAX_NORM, Gradients, Plain, make_optimizer
 
 
 def run(program: Program) -> None:

@@ -1,8 +1,8 @@
 """Small training programs in which features meet: an option of each axis, drawn or chosen to cover pairs.
 
-Owns the axes and what cannot be together; `training` runs a program. `tests.harness.drawn` draws the settings of the
-engine; here are the things around it: what modules take and return, hooks, what a loop does between two statements,
-what users do to parameters and gradients, threads.
+Owns the axes and what cannot be together; `training` runs a program. `drawn` draws the settings of the engine; here are
+the things around it: what modules take and return, hooks, what a loop does between two statements, what users do to
+parameters and gradients, threads.
 """
 
 from __future__ import annotations

@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 import fsdp2
-from tests.harness.mixed.model import arguments as packed
-from tests.harness.mixed.model import called, found, given, new_state, taken
-from tests.harness.mixed.programs import Mix
+from tests.multi_rank.combinations.helpers.mixed.model import arguments as packed
+from tests.multi_rank.combinations.helpers.mixed.model import called, found, given, new_state, taken
+from tests.multi_rank.combinations.helpers.mixed.programs import Mix
 
 if TYPE_CHECKING:
-    from tests.harness.mixed.training import World
+    from tests.multi_rank.combinations.helpers.mixed.training import World
 
 MAX_NORM = 0.1
 
