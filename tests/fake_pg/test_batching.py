@@ -21,7 +21,7 @@ from fsdp2.core.gradients import GradientBuffer
 from fsdp2.core.layout import DIRECT_ALIGNMENT_BYTES
 from fsdp2.core.state import state_of, states_below
 from fsdp2.core.transport import Native
-from tests.fake_pg.helpers import Block, PeakMeter
+from tests.fake_pg.helpers.stacks import Block, PeakMeter
 from tests.harness import fake_world
 from tests.harness.internals import (
     gathered_first,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from tests.fake_pg.helpers import Block, PeakMeter
+from tests.fake_pg.helpers.stacks import Block, PeakMeter
 from tests.harness import fake_world
 from tests.harness.internals import groups_of, unsharded_bytes, unsharded_bytes_now
 

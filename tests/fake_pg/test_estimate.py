@@ -24,8 +24,8 @@ from fsdp2 import CPUOffloadPolicy, Estimate, FSDPRuntimeError, FSDPTypeError, F
 from fsdp2.tools.commands.estimate import loss_named
 from fsdp2.tools.estimating import rank
 from fsdp2.tools.estimating.hardware import KNOWN, hardware_of
+from tests.fake_pg.helpers.allocations import Run, allocator_peaks, drawn_runs, estimated_peaks
 from tests.harness import fake_world
-from tests.harness.allocations import Run, allocator_peaks, drawn_runs, estimated_peaks
 from tests.harness.llama import SIZES, Llama, next_token_loss
 
 MIB = 2**20

@@ -28,7 +28,7 @@ from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, clip_grad_norm_, fully
 from fsdp2.core.sharding import dtensor_like
 from fsdp2.core.streams import HostDevice
 from tests.harness import fake_world
-from tests.harness.internals import groups_of
+from tests.harness.internals import SET_LATE_GRADIENTS, groups_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")  # torch says it once
 
@@ -170,7 +170,7 @@ def reduce_made_up_gradients(model: nn.Module, *, missing: bool = False) -> None
         group.reduce()
         group.reshard()
         assert group.comm is not None
-        with mock.patch.object(type(group.reducer), "_set_late_grads", lambda *arguments: None):  # reads
+        with SET_LATE_GRADIENTS.replaced_by(lambda *arguments: None):  # reads
             group.comm.finish_reduces()
 
 

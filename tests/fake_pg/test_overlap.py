@@ -1,6 +1,6 @@
 """Order and overlap, without a GPU: what may run beside what, and how much is unsharded at a time.
 
-Read from recorded training steps, see `tests.harness.recording.passes`.
+Read from recorded training steps, see `tests.fake_pg.helpers.passes`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import pytest
 
 import fsdp2.core.root
 from fsdp2.core.group import FSDPParamGroup
+from tests.fake_pg.helpers.passes import Passes, gathers_ahead, reduces_overlap
 from tests.harness import fake_world, others_full
 from tests.harness.happens_before import Allocation, Operation, Order
-from tests.harness.recording.passes import Passes, gathers_ahead, reduces_overlap
 from tests.harness.recording.recorder import recording
 from tests.harness.recording.scenarios import SCENARIOS, Recording, record
 from tests.harness.recording.training import BACKWARD, FORWARD, ROOT, UPDATE, Training

@@ -28,6 +28,8 @@ from fsdp2.core.gather import Gather
 from fsdp2.core.gradients import GradientBucket, PackedGradients
 from fsdp2.core.group import FSDPParamGroup, Unsharding
 from fsdp2.core.streams import HostDevice, Wait
+from tests.fake_pg.helpers.passes import Passes
+from tests.fake_pg.helpers.sites import SEAM, Site, device_waits, functions, method_calls, sources, wait_sites
 from tests.harness import fake_world
 from tests.harness.happens_before import (
     HOST,
@@ -43,12 +45,18 @@ from tests.harness.happens_before import (
     beside,
     find_violations,
 )
+from tests.harness.internals import (
+    ALLOCATE_STAGING,
+    ALLOCATE_UNSHARDED,
+    COPY_OUT,
+    STATE_TO_DEVICE,
+    STATE_TO_HOST,
+    Seam,
+)
 from tests.harness.recording.graphs import refuse_what_no_capture_allows
 from tests.harness.recording.offload import offloaded, offloaded_state
-from tests.harness.recording.passes import Passes
 from tests.harness.recording.recorder import BLOCKED, COMPUTE, WORKED, Recorder, RecordingDevice, recording
 from tests.harness.recording.scenarios import SCENARIOS, Recording, record
-from tests.harness.recording.sites import SEAM, Site, device_waits, functions, method_calls, sources, wait_sites
 from tests.harness.recording.training import BACKWARD, FORWARD, ROOT, UPDATE, Stack, Training, gradients_of
 
 
@@ -186,9 +194,8 @@ def test_gathers_have_a_pool_of_their_own_as_with_that_of_compute_less_would_run
     counts, kinds = [], []
     for pooled in (False, True):
         with fake_world(4), recording() as recorder, ExitStack() as stack:
-            for name in ("allocate", "_allocate_unsharded") if pooled else ():
-                function = of_compute(recorder, getattr(Gather, name))
-                stack.enter_context(mock.patch.object(Gather, name, function))
+            for seam in (ALLOCATE_STAGING, ALLOCATE_UNSHARDED) if pooled else ():
+                stack.enter_context(seam.replaced_by(of_compute(recorder, seam.function)))
             Training.of_stack(recorder, Between(blocks=6)).steps(3)
         step = max(index for index, event in enumerate(recorder.trace) if event == Mark(FORWARD))
         gathers = [event.stream for event in recorder.trace if isinstance(event, Operation) and event.name == GATHER]
@@ -255,7 +262,7 @@ def test_state_that_came_ahead_and_is_not_asked_for_goes_back_without_a_copy() -
         before = [optimizer.state[each]["exp_avg"] for each in parameters]
         values = [each.clone() for each in before]
         with (
-            mock.patch.object(fsdp2.optim.offload, "_on_host", wraps=fsdp2.optim.offload._on_host) as copied,
+            STATE_TO_HOST.counted() as copied,
             mock.patch.object(optimizer, "_init_group", lambda group, *_: optimizer.state[group["params"][0]].missing),
             pytest.raises(AttributeError, match="missing"),
         ):
@@ -280,7 +287,7 @@ def test_state_stays_on_the_host_where_memory_runs_out_as_it_comes(fails_at: int
         each.grad = torch.ones(4)
     optimizer.step()
     expected = [copy.deepcopy(dict(optimizer.state[each])) for each in parameters]
-    calls, bring = count(1), fsdp2.optim.offload._on_device
+    calls, bring = count(1), STATE_TO_DEVICE.function
 
     def runs_out(value: Tensor, device: torch.device, copies: Any) -> Any:
         if next(calls) == fails_at:
@@ -289,7 +296,7 @@ def test_state_stays_on_the_host_where_memory_runs_out_as_it_comes(fails_at: int
 
     with mock.patch.object(fsdp2.optim.offload, "device_for", lambda device: Streams()):
         with (
-            mock.patch.object(fsdp2.optim.offload, "_on_device", runs_out),
+            STATE_TO_DEVICE.replaced_by(runs_out),
             mock.patch.object(optimizer, "_init_group", lambda group, *_: optimizer.state[group["params"][0]].missing),
             pytest.raises(torch.OutOfMemoryError if fails_at < 9 else AttributeError),
         ):
@@ -639,31 +646,31 @@ def test_gradients_must_be_held_until_compute_has_waited() -> None:
     assert {violation.kind for violation in find_violations(recorder.trace)} == {Kind.REUSE}
 
 
-@pytest.mark.parametrize("function", ["allocate", "_allocate_unsharded"], ids=["staging", "unsharded"])
+@pytest.mark.parametrize("seam", [ALLOCATE_STAGING, ALLOCATE_UNSHARDED], ids=["staging", "unsharded"])
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16)], ids=["full", "half"])
-def test_buffers_of_a_gather_must_be_allocated_on_its_stream(function: str, policy: MixedPrecisionPolicy) -> None:
+def test_buffers_of_a_gather_must_be_allocated_on_its_stream(seam: Seam, policy: MixedPrecisionPolicy) -> None:
     with fake_world(4, 1), recording() as recorder:
-        allocate = getattr(Gather, function)
+        allocate = seam.function
 
         def misplaced(self: Gather, *memory: Any) -> None:
             gathering, recorder.stream = recorder.stream, COMPUTE
             allocate(self, *memory)
             recorder.stream = gathering
 
-        with mock.patch.object(Gather, function, misplaced):
+        with seam.replaced_by(misplaced):
             Training.of_stack(recorder, mp_policy=policy).steps(3)
     assert {violation.kind for violation in find_violations(recorder.trace)} == {Kind.REUSE}
 
 
 def test_what_rests_on_neighbours_must_be_held_until_compute_has_waited() -> None:
-    copy_out = FSDPParamGroup._copy_out
+    copy_out = COPY_OUT.function
 
     def forgetful(self: FSDPParamGroup, unsharding: Unsharding) -> None:
         copy_out(self, unsharding)
         if unsharding.resumes and self.storage.post_forward is not None:
             self.storage.post_forward.free()
 
-    with mock.patch.object(FSDPParamGroup, "_copy_out", forgetful), fake_world(4, 1), recording() as recorder:
+    with COPY_OUT.replaced_by(forgetful), fake_world(4, 1), recording() as recorder:
         Training.of_stack(recorder, reshard_after_forward=2).steps(3)
     assert {violation.kind for violation in find_violations(recorder.trace)} == {Kind.REUSE}
 

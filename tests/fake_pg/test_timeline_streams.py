@@ -18,9 +18,9 @@ from fsdp2 import fully_shard
 from fsdp2.tools.observing.clocks import CLOCKS
 from fsdp2.tools.timeline.analysis import EXCHANGES, segments
 from fsdp2.tools.timeline.records import Span
+from tests.fake_pg.helpers.clocked import COMPUTE, ClockedDevice, TimedBlock, clocked
 from tests.harness import fake_world
 from tests.harness.happens_before import Operation, TraceEvent, find_violations
-from tests.harness.recording.clocked import COMPUTE, ClockedDevice, TimedBlock, clocked
 from tests.harness.recording.recorder import Recorder, RecordingDevice, recording
 from tests.harness.recording.training import Training
 

@@ -16,8 +16,8 @@ Where to look: `multi_rank` (the decorator), `pool` and `worker` (the processes 
 say), `report` (failures), `device` (ranks on one GPU), `fake` (simulated ranks), `models`, `reference`, `compare`,
 `training`.
 Folders: `shared` (what the tests of several folders share), `parity` (programs that run on torch's implementation too),
-`recording` (steps on streams), `drawn` and `mixed` (programs drawn from seeds). What one folder of tests uses alone is
-`helpers` beside them.
+`recording` (steps on streams). What one folder of tests uses alone is `helpers` beside them: programs drawn from seeds
+are in `tests/multi_rank/combinations/helpers`.
 """
 
 from tests.harness.compare import (

@@ -1,14 +1,55 @@
-"""What white-box tests look at inside the engine, in one place: groups, their memory, their gathers.
+"""What white-box tests look at and replace inside the engine, in one place: groups, their memory, private functions.
 
 Everything else in the tests goes through the public surface, or is a test of one part by itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+from unittest import mock
+
 from torch import Tensor, nn
 
+import fsdp2.optim.offload
+from fsdp2 import _torch
+from fsdp2.core.gather import Gather
+from fsdp2.core.gradients import GradientBucket
 from fsdp2.core.group import FSDPParamGroup
+from fsdp2.core.reduce import GradientReducer
 from fsdp2.core.state import states_below
+
+
+class Seam(NamedTuple):
+    """A private function that tests replace, or count the calls of."""
+
+    owner: Any
+    name: str
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """What it is now."""
+        return getattr(self.owner, self.name)  # type: ignore[no-any-return]
+
+    def replaced_by(self, other: Any) -> AbstractContextManager[Any]:
+        """A context in which it is ``other``."""
+        return mock.patch.object(self.owner, self.name, other)
+
+    def counted(self) -> AbstractContextManager[mock.Mock]:
+        """A context whose value has the calls."""
+        return mock.patch.object(self.owner, self.name, wraps=self.function)
+
+
+ISSUE_GATHER = Seam(FSDPParamGroup, "_issue_all_gather")
+COPY_OUT = Seam(FSDPParamGroup, "_copy_out")
+ALLOCATE_STAGING = Seam(Gather, "allocate")
+ALLOCATE_UNSHARDED = Seam(Gather, "_allocate_unsharded")
+WITHOUT_MISSING = Seam(GradientBucket, "_without")
+SET_LATE_GRADIENTS = Seam(GradientReducer, "_set_late_grads")
+STATE_TO_HOST = Seam(fsdp2.optim.offload, "_on_host")
+STATE_TO_DEVICE = Seam(fsdp2.optim.offload, "_on_device")
+AS_REAL = Seam(_torch, "_as_real")
 
 
 def groups_of(model: nn.Module) -> list[FSDPParamGroup]:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from tests.harness import Reference, adamw, assert_same, assert_sharded_same, tolerance_for
-from tests.harness.compare import Tolerance, gather, gradients_of, parameters_of
+from tests.harness import Reference, adamw, assert_trains_like, tolerance_for
+from tests.harness.compare import Tolerance
 from tests.harness.models import MLP, UNEVEN_MLP, Batch, ModelCase
 from tests.harness.parity.implementation import API
 from tests.harness.parity.trace import Trace, traced
@@ -133,52 +133,22 @@ def train(
     *,
     steps: int = 3,
     world_size: int | None = None,
-    rank: int | None = None,
     tolerance: Tolerance | str | None = "by world size",
-    before_forward: Callable[[int], None] | None = None,
-    after_backward: Callable[[int], None] | None = None,
-    loss: Callable[[nn.Module, Batch], Tensor] | None = None,
     reference: Reference | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    **watching: Any,
 ) -> None:
-    """Trains ``model`` beside the reference: losses, gradients, norms and parameters of every step must agree.
+    """Trains ``model`` beside the reference, by `assert_trains_like` with ``watching``.
 
     Args:
         world_size: Ranks with data of their own; all by default. Fewer under tensor parallelism.
-        rank: Which of them this rank is.
-        before_forward: Called with the number of the microbatch.
-        after_backward: Called with the number of the microbatch.
-        loss: In place of ``case.loss``, for the sharded model only.
     """
     world_size = dist.get_world_size() if world_size is None else world_size
-    rank = dist.get_rank() if rank is None else rank
-    if isinstance(tolerance, str):
-        tolerance = tolerance_for(world_size)
     reference = Reference(case, world_size=world_size) if reference is None else reference
     optimizer = adamw(trainable(model)) if optimizer is None else optimizer
-    assert_sharded_same("initial parameters", parameters_of(model), parameters_of(reference.model))
-    for _ in range(steps):
-        record = reference.step()
-        for micro in range(reference.microbatches):
-            if before_forward is not None:
-                before_forward(micro)
-            batch = case.batch(reference.seed, record.step, rank, micro)
-            value = (loss or case.loss)(model, batch)
-            value.backward()
-            if after_backward is not None:
-                after_backward(micro)
-            expected_loss = record.losses[rank][micro]
-            what = f"loss in step {record.step}"
-            assert_same(what, {"loss": gather(value.detach())}, {"loss": expected_loss}, tolerance=tolerance)
-        at = f"in step {record.step}"
-        assert_sharded_same(f"gradients {at}", gradients_of(model), record.gradients, tolerance=tolerance)
-        if reference.max_norm is not None:
-            norm = gather(nn.utils.clip_grad_norm_(model.parameters(), reference.max_norm))
-            assert_same(f"norm {at}", {"total": norm}, {"total": record.gradient_norm}, tolerance=tolerance)
-        optimizer.step()
-        optimizer.zero_grad()
-        after = f"parameters after step {record.step}"
-        assert_sharded_same(after, parameters_of(model), record.parameters, tolerance=tolerance)
+    if isinstance(tolerance, str):
+        tolerance = tolerance_for(world_size)
+    assert_trains_like(reference, model, optimizer, steps=steps, tolerance=tolerance, **watching)
 
 
 __all__ = ["MLP", "ROOTED", "ROWS", "SIZES", "TOWER", "UNEVEN_MLP", "WIDTH", "Layer", "Tower"]

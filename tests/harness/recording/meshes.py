@@ -6,7 +6,6 @@ A part of `scenarios`.
 from __future__ import annotations
 
 import gc
-import warnings
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -29,9 +28,8 @@ from fsdp2 import (
     fully_shard,
 )
 from fsdp2.core import transport
-from fsdp2.core.gradients import GradientBucket
 from tests.harness.recording.recorder import Recorder
-from tests.harness.recording.training import STEPS, Expected, Stack, Training, step_in_backward
+from tests.harness.recording.training import STEPS, Expected, Stack, Training
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 """Gradients are reduced in another dtype than they are delivered in. (Left to itself, torch 2.15 reduces in fp32.)"""
@@ -76,72 +74,27 @@ def replicated_accumulating(recorder: Recorder) -> None:
         training.update()
 
 
-def replicated_accumulating_late(recorder: Recorder) -> None:
-    """The same, with reductions in flight between the microbatches, several at a time, in another dtype."""
-    training = _replicated(recorder, mp_policy=HALF)
-    training.model.set_reduce_scatter_max_input_buffers(3)
-    for _ in range(STEPS):
-        for last in (False, False, True):
-            training.model.set_requires_all_reduce(last)
-            training.model.set_is_last_backward(last)
-            training.loss().backward()
-        training.update()
-
-
-def replicated_accumulated_reduced(recorder: Recorder) -> None:
-    """Two microbatches that both go all the way: the second is added to `.grad`."""
-    training = _replicated(recorder)
-    for _ in range(STEPS):
-        training.loss().backward()
-        training.loss().backward()
-        training.update()
-
-
 def replicated_stepped_in_backward(recorder: Recorder) -> None:
     """What an all-reduce brings is read as soon as the reduction after the next one begins."""
-    step_in_backward(_replicated(recorder))
-
-
-def replicated_partly_frozen(recorder: Recorder) -> None:
-    """Parameters change `requires_grad` while reductions are in flight, some of which stop early."""
     training = _replicated(recorder)
-    for trainable in (False, True, False):
-        training.steps(2)
-        training.model.set_is_last_backward(False)
+    for parameter in training.model.parameters():
+        optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9, foreach=True)
+
+        def step(parameter: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        parameter.register_post_accumulate_grad_hook(step)
+    for _ in range(STEPS):
         training.loss().backward()
-        training.model.set_is_last_backward(True)
-        training.model.blocks[1].up.bias.requires_grad_(trainable)
-        training.steps(1)
 
 
-def replicated_fails(recorder: Recorder) -> None:
-    """A backward raises in a block while reductions are in flight, some of which wait for their all-reduce."""
+def all_reduce_fails(recorder: Recorder) -> None:
+    """An exception (Ctrl-C, say) comes right after an all-reduce was issued, the first and the third of a backward."""
     training = _replicated(recorder)
-
-    def fail(gradient: Tensor) -> None:
-        raise Expected
-
-    for last in (True, False):
-        training.steps(2)
-        training.model.set_requires_all_reduce(last)
-        block = training.model.blocks[0]
-        handle = block.register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
-        with suppress(Expected):
-            training.loss().backward()
-        handle.remove()
-        training.model.set_requires_all_reduce(True)
-        with warnings.catch_warnings():  # of the gradients that are lost
-            warnings.simplefilter("ignore")
-            training.start_over()
-    training.steps(2)
-
-
-def _replicated_reduce_fails(recorder: Recorder, owner: Any, function: str, **options: Any) -> None:
-    training = _replicated(recorder, **options)
     training.steps(2)
     for successes in (0, 2):
-        issue = getattr(owner, function)
-        calls: list[object] = []
+        issue, calls = transport.all_reduce, list[object]()
 
         def fails(*args: Any, issue: Any = issue, calls: list[object] = calls, successes: int = successes) -> None:
             issue(*args)
@@ -149,21 +102,11 @@ def _replicated_reduce_fails(recorder: Recorder, owner: Any, function: str, **op
             if len(calls) > successes:
                 raise Expected
 
-        with mock.patch.object(owner, function, fails), suppress(Expected):
+        with mock.patch.object(transport, "all_reduce", fails), suppress(Expected):
             training.loss().backward()
         training.start_over()
         training.steps(1)
     training.steps(1)
-
-
-def all_reduce_fails(recorder: Recorder) -> None:
-    """An exception (Ctrl-C, say) comes right after an all-reduce was issued, the first and the third of a backward."""
-    _replicated_reduce_fails(recorder, transport, "all_reduce")
-
-
-def arrival_fails(recorder: Recorder) -> None:
-    """The same, after what follows the all-reduce."""
-    _replicated_reduce_fails(recorder, GradientBucket, "finish", mp_policy=HALF)
 
 
 def replicated_deleted_in_flight(recorder: Recorder) -> None:
@@ -236,31 +179,9 @@ def resharded_to_neighbours(recorder: Recorder) -> None:
     _resharded(recorder).steps()
 
 
-def resharded_to_neighbours_direct(recorder: Recorder) -> None:
-    """The same with parameters that are gathered in place, cast, and not."""
-    _resharded(recorder, Stack(512, 514)).steps(3)
-    _resharded(recorder, Stack(512, 514), mp_policy=HALF).steps(3)
-
-
 def resharded_to_neighbours_on_replicas(recorder: Recorder) -> None:
     """HSDP, of which two ranks share the halves of a shard's neighbourhood; and checkpointed blocks."""
     _resharded(recorder, Stack(outside=True), mesh=replicate_and_shard()).steps()
-
-
-def resharded_to_neighbours_out_of_order(recorder: Recorder) -> None:
-    """Several forwards before a backward, an evaluation, another order, a forward in vain, a write between."""
-    training = _resharded(recorder)
-    for order in ([0, 1, 2], [2, 1, 0], [0, 1, 2]):
-        training.model.order = order
-        (training.loss() + training.loss()).backward()
-        training.update()
-        with torch.no_grad():
-            training.loss()
-        training.loss()
-        with torch.no_grad():
-            for parameter in training.optimizer.param_groups[0]["params"]:
-                parameter.mul_(0.5)
-        training.steps(1)
 
 
 def resharded_to_neighbours_by_hand(recorder: Recorder) -> None:
@@ -326,11 +247,9 @@ def other_dims(recorder: Recorder) -> None:
 MESHES = {
     function.__name__: function
     for function in (
-        replicated, replicated_direct, replicated_in_half, replicated_accumulating, replicated_accumulating_late,
-        replicated_accumulated_reduced, replicated_partly_frozen, replicated_fails, all_reduce_fails, arrival_fails,
+        replicated, replicated_direct, replicated_in_half, replicated_accumulating, all_reduce_fails,
         replicated_deleted_in_flight, replicated_stepped_in_backward, only_replicated, two_meshes,
-        two_meshes_of_shards, resharded_to_neighbours,
-        resharded_to_neighbours_direct, resharded_to_neighbours_on_replicas, resharded_to_neighbours_out_of_order,
+        two_meshes_of_shards, resharded_to_neighbours, resharded_to_neighbours_on_replicas,
         resharded_to_neighbours_by_hand, tensor_parallel, other_dims,
     )
 } | {

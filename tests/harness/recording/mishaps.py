@@ -35,24 +35,6 @@ def forward_fails(recorder: Recorder) -> None:
     training.steps(2)
 
 
-def backward_fails(recorder: Recorder) -> None:
-    """A backward raises in a block while the reduction of another is in flight; then clean steps."""
-    training = train(recorder)
-
-    def fail(gradient: Tensor) -> None:
-        raise Expected
-
-    for fails_at in (0, 1):
-        training.steps(2)
-        block = training.model.blocks[fails_at]
-        handle = block.register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
-        with suppress(Expected):
-            training.loss().backward()
-        handle.remove()
-        training.optimizer.zero_grad()
-    training.steps(2)
-
-
 def _collective_fails(recorder: Recorder, function: str) -> None:
     training = train(recorder)
     training.steps(2)
@@ -82,21 +64,6 @@ def reduce_fails(recorder: Recorder) -> None:
     _collective_fails(recorder, "reduce_scatter")
 
 
-def reset_by_hand(recorder: Recorder) -> None:
-    """`reset_iter_state()` with a reduction in flight, and after a forward."""
-    training = train(recorder)
-    for _ in range(2):
-        training.steps(2)
-        training.model.set_is_last_backward(False)
-        training.loss().backward()
-        training.model.set_is_last_backward(True)
-        training.model.reset_iter_state()
-        training.optimizer.zero_grad()
-        training.loss()
-        training.model.reset_iter_state()
-    training.steps(2)
-
-
 # ---- replacements --------------------------------------------------------------------------------------------
 
 
@@ -106,14 +73,6 @@ def root_taken_over(recorder: Recorder) -> None:
     training.model.blocks[0](torch.ones(2, 8)).sum().backward()
     training.model.reset_iter_state()
     training.steps()
-
-
-def loaded(recorder: Recorder) -> None:
-    """`load_state_dict` writes into the sharded parameters."""
-    training = train(recorder)
-    for _ in range(2):
-        training.steps(2)
-        training.model.load_state_dict(_copied_state(training.model))
 
 
 def assigned(recorder: Recorder) -> None:
@@ -194,6 +153,6 @@ def deleted_in_flight(recorder: Recorder) -> None:
 
 
 MISHAPS = (
-    forward_fails, backward_fails, gather_fails, reduce_fails, reset_by_hand, root_taken_over, loaded, assigned,
+    forward_fails, gather_fails, reduce_fails, root_taken_over, assigned,
     replaced, replaced_in_flight, frozen_and_unfrozen, converted, deleted_in_flight,
 )  # fmt: skip

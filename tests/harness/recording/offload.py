@@ -18,6 +18,7 @@ import fsdp2.optim.offload
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, offload_optimizer_state, pending_gradients, share_comm_ctx
 from fsdp2.core.buffers import Offloading
 from fsdp2.core.gather import Source
+from tests.harness.internals import STATE_TO_DEVICE, STATE_TO_HOST
 from tests.harness.recording.meshes import HALF, replicate_and_shard
 from tests.harness.recording.recorder import Recorder
 from tests.harness.recording.training import STEPS, Expected, Stack, Training, write_whole
@@ -79,17 +80,6 @@ def offloaded_replicas(recorder: Recorder) -> None:
     offloaded(recorder, mesh=replicate_and_shard(), mp_policy=HALF)
 
 
-def offloaded_accumulating(recorder: Recorder) -> None:
-    """The host adds to `.grad`; reductions stay in flight from one backward to the next."""
-    with _host_is_another_place(recorder):
-        training = train(recorder, offload_policy=CPUOffloadPolicy())
-        for _ in range(STEPS):
-            for last in (False, True):
-                training.model.set_is_last_backward(last)
-                training.loss().backward()
-            training.update()
-
-
 def offloaded_cached(recorder: Recorder) -> None:
     """What was copied to the device stays for several backwards, while the host writes between some of them."""
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cache_shards=True)
@@ -141,11 +131,6 @@ def offloaded_sums_are_read(recorder: Recorder) -> None:
 def offloaded_sums_are_cleared(recorder: Recorder) -> None:
     """The program makes zeros of what waits in host memory."""
     offloaded_sums(recorder, between=lambda training: training.model.zero_grad(set_to_none=False))
-
-
-def offloaded_sums_of_replicas(recorder: Recorder) -> None:
-    """The same with HSDP and mixed precision."""
-    offloaded_sums(recorder, mesh=replicate_and_shard(), mp_policy=HALF)
 
 
 def _write(training: Training) -> None:
@@ -272,11 +257,8 @@ def offloaded_state(recorder: Recorder, *, offloads: bool = True) -> Training:
         copies.append((torch.empty(local.shape), local))
         return fsdp2.optim.offload._like(value, copies[-1][0])
 
-    copy_to_host = fsdp2.optim.offload._on_host
-    with (
-        mock.patch.object(fsdp2.optim.offload, "_on_host", on_host),
-        mock.patch.object(fsdp2.optim.offload, "_on_device", on_device),
-    ):
+    copy_to_host = STATE_TO_HOST.function
+    with STATE_TO_HOST.replaced_by(on_host), STATE_TO_DEVICE.replaced_by(on_device):
         training = train(recorder, Stack(blocks=4))
         units = [*training.model.blocks, training.model.inputs, training.model.outputs]
         training.optimizer = torch.optim.AdamW([{"params": list(unit.parameters())} for unit in units], foreach=True)
@@ -292,10 +274,9 @@ def offloaded_state(recorder: Recorder, *, offloads: bool = True) -> Training:
 OFFLOADED = {
     function.__name__: function
     for function in (
-        offloaded, offloaded_direct, offloaded_replicas, offloaded_accumulating, offloaded_and_written,
-        offloaded_and_loaded, offloaded_contexts_joined, offloaded_without_communication,
-        offloaded_and_written_between, offloaded_cached, offloaded_fails, offloaded_sums, offloaded_sums_of_replicas,
-        offloaded_written_whole, offloaded_sums_are_read, offloaded_sums_are_cleared,
+        offloaded, offloaded_direct, offloaded_replicas, offloaded_and_written, offloaded_and_loaded,
+        offloaded_contexts_joined, offloaded_without_communication, offloaded_and_written_between, offloaded_cached,
+        offloaded_fails, offloaded_written_whole, offloaded_sums_are_read, offloaded_sums_are_cleared,
         offloaded_state,
     )
 }  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp2 import MixedPrecisionPolicy, Owned, _torch, full_parameters, fully_shard, register_fsdp_forward_method
+from fsdp2 import Owned, _torch, full_parameters, fully_shard, register_fsdp_forward_method
 from tests.harness.fake import fake_world
 from tests.harness.happens_before import TraceEvent
 from tests.harness.models import FROZEN, PARTLY_USED, TIED, TRANSFORMER, UNEVEN_MLP, ModelCase
@@ -22,7 +22,7 @@ from tests.harness.recording.mishaps import MISHAPS
 from tests.harness.recording.offload import OFFLOADED
 from tests.harness.recording.recorder import Recorder, recording
 from tests.harness.recording.settings import SETTINGS
-from tests.harness.recording.training import STEPS, Branches, Stack, Training, step_in_backward, write_whole
+from tests.harness.recording.training import STEPS, Branches, Stack, Training, write_whole
 
 Scenario = Callable[[Recorder], None]
 train = Training.of_stack
@@ -111,16 +111,6 @@ def accumulated_reduced(recorder: Recorder) -> None:
         training.update()
 
 
-def accumulated_unsharded(recorder: Recorder) -> None:
-    """Two microbatches, of which only the last communicates."""
-    training = train(recorder)
-    for _ in range(STEPS):
-        for last in (False, True):
-            training.model.set_requires_gradient_sync(last)
-            training.loss().backward()
-        training.update()
-
-
 def accumulated_without_reshard(recorder: Recorder) -> None:
     """Parameters stay unsharded between the microbatches, and once over an optimizer step, which makes them stale."""
     training = train(recorder)
@@ -133,51 +123,15 @@ def accumulated_without_reshard(recorder: Recorder) -> None:
     training.steps(2)
 
 
-def two_forwards(recorder: Recorder) -> None:
-    """Two forwards, then one backward of both."""
-    training = train(recorder)
-    for _ in range(STEPS):
-        (training.loss() + training.loss()).backward()
-        training.update()
-
-
-def interleaved(recorder: Recorder) -> None:
-    """As in a pipeline: the second forward runs before the first backward."""
-    training = train(recorder)
-    for _ in range(STEPS):
-        first, second = training.loss(), training.loss()
-        first.backward()
-        second.backward()
-        training.update()
-
-
-def evaluated_between(recorder: Recorder) -> None:
-    """Before each step a forward without gradients, after it one with gradients but no backward."""
-    training = train(recorder)
-    for _ in range(STEPS):
-        with torch.no_grad():
-            training.loss()
-        training.steps(1)
-        training.loss()
-
-
-def reduced_late(recorder: Recorder, *, max_pending: int = 1) -> None:
+def several_reduces_in_flight(recorder: Recorder) -> None:
     """The last reductions of the first backward stay in flight."""
     training = train(recorder, Stack(blocks=1))
-    training.model.set_reduce_scatter_max_input_buffers(max_pending)
+    training.model.set_reduce_scatter_max_input_buffers(3)
     for _ in range(STEPS):
         for last in (False, True):
             training.model.set_is_last_backward(last)
             training.loss().backward()
         training.update()
-
-
-def order_changes(recorder: Recorder) -> None:
-    """What was gathered ahead is not always used."""
-    training = train(recorder)
-    for order in ([0, 1, 2], [2, 1, 0], [2, 1], [0, 1, 2], [1, 0, 1, 2], [0, 1, 2]):
-        training.model.order = order
-        training.steps(1)
 
 
 def unsharded_by_hand(recorder: Recorder) -> None:
@@ -233,20 +187,6 @@ def gradients_kept(recorder: Recorder) -> None:
             gradient.add_(1.0)
         kept = [parameter.grad.to_local() for parameter in training.model.parameters()]
         training.update()
-
-
-def gradients_zeroed(recorder: Recorder) -> None:
-    """`zero_grad(set_to_none=False)`: every reduction is added to what is there."""
-    training = train(recorder)
-    for _ in range(STEPS):
-        training.loss().backward()
-        training.optimizer.step()
-        training.optimizer.zero_grad(set_to_none=False)
-
-
-def stepped_in_backward(recorder: Recorder) -> None:
-    """Parameters change while backward goes on."""
-    step_in_backward(train(recorder))
 
 
 def two_streams(recorder: Recorder) -> None:
@@ -315,9 +255,8 @@ _PROGRAMS: dict[str, Scenario] = {
     function.__name__: function
     for function in (
         plain, direct, never_resharded, root_resharded, checkpointed_blocks, checkpointed_layers, two_dtypes,
-        one_group_for_both_ends, used_twice, accumulated_reduced, accumulated_unsharded, accumulated_without_reshard,
-        two_forwards, interleaved, evaluated_between, reduced_late, order_changes, unsharded_by_hand,
-        block_called_alone, two_roots, gradients_kept, gradients_zeroed, stepped_in_backward, two_streams,
+        one_group_for_both_ends, used_twice, accumulated_reduced, accumulated_without_reshard,
+        several_reduces_in_flight, unsharded_by_hand, block_called_alone, two_roots, gradients_kept, two_streams,
         written_whole, written_inside, trained_inside, *MISHAPS,
     )
 }  # fmt: skip
@@ -329,9 +268,7 @@ SCENARIOS: dict[str, Scenario] = {
     **OFFLOADED,
     "owned": owned,
     "owned_direct": lambda recorder: owned(recorder, Stack(512, 514)),
-    "owned_half": partial(owned, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
     "owned_on_neighbours": partial(owned, reshard_after_forward=2),
-    "several_reduces_in_flight": partial(reduced_late, max_pending=3),
 }
 if not _torch.can_swap_memory:  # there is no pool
     SCENARIOS = {name: scenario for name, scenario in SCENARIOS.items() if not name.startswith("pooled")}

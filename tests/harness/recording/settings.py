@@ -9,14 +9,13 @@ from contextlib import suppress
 from functools import partial
 from itertools import count
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard, pending_gradients, share_comm_ctx, synchronize_gradients
-from fsdp2.core.gradients import GradientBucket
+from tests.harness.internals import WITHOUT_MISSING
 from tests.harness.recording.meshes import HALF, replicate_and_shard
 from tests.harness.recording.recorder import COMPUTE, Recorder, RecordingDevice
 from tests.harness.recording.training import STEPS, Expected, Stack, Training
@@ -29,13 +28,6 @@ train = Training.of_stack
 def half(recorder: Recorder, model: Stack | None = None) -> None:
     """Cast before the gather; reduced in another dtype than delivered, so that arriving is one more copy."""
     train(recorder, model, mp_policy=HALF).steps()
-
-
-def half_reduced_in_full(recorder: Recorder) -> None:
-    """Cast as gradients are packed; large ones as well."""
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    for model in (Stack(), Stack(512, 514, blocks=2)):
-        train(recorder, model, mp_policy=policy).steps(3)
 
 
 def half_in_part(recorder: Recorder) -> None:
@@ -58,16 +50,6 @@ def _mixed_linear(layer: nn.Linear, x: Tensor) -> Tensor:
     return result if layer.bias is None else result + layer.bias
 
 
-def half_accumulated(recorder: Recorder) -> None:
-    """Without communication gradients add up in full; with it, and into `.grad` that is set, they are delivered so."""
-    training = train(recorder, mp_policy=HALF)
-    for _ in range(STEPS):
-        for communicates in (False, True, True):
-            training.model.set_requires_gradient_sync(communicates)
-            training.loss().backward()
-        training.update()
-
-
 CACHED = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cache_shards=True)
 
 
@@ -88,18 +70,6 @@ def half_cached(recorder: Recorder, model: Stack | None = None) -> None:
         training.update()
 
 
-def half_cached_in_two_contexts(recorder: Recorder) -> None:
-    """What one root has cast lies in memory of streams that it gives up."""
-    first, second = (train(recorder, mp_policy=CACHED) for _ in range(2))
-    for training in (first, second):
-        training.steps(2)
-        training.loss().backward()
-    share_comm_ctx([first.model, second.model])
-    for training in (first, second, first):
-        training.loss().backward()
-        training.update()
-
-
 # ---- gradients ---------------------------------------------------------------------------------------------------
 
 
@@ -107,16 +77,13 @@ def _units(model: Any) -> list[Any]:
     return [*model.blocks, model]
 
 
-def hooked(recorder: Recorder, *, own_stream: bool = False, accumulates: bool = False, **options: Any) -> None:
+def hooked(recorder: Recorder, *, own_stream: bool = False, **options: Any) -> None:
     """`set_all_reduce_hook`: an all-reduce of the user's own, on a stream of ours or of theirs."""
     training = train(recorder, **options)
     stream = RecordingDevice(recorder).new_stream() if own_stream else None
     for unit in _units(training.model):
         unit.set_all_reduce_hook(lambda flat: dist.all_reduce(flat, dist.ReduceOp.AVG), stream=stream)
     training.steps()
-    if accumulates:
-        training.loss().backward()
-        training.steps(1)
 
 
 def hook_fails(recorder: Recorder) -> None:
@@ -159,15 +126,6 @@ def hooked_deleted_in_flight(recorder: Recorder) -> None:
         gc.collect()
 
 
-def two_reduces_in_flight(recorder: Recorder) -> None:
-    """`set_reduce_scatter_max_input_buffers(2)`, with deliveries by copies."""
-    training = train(recorder, mp_policy=HALF)
-    training.model.set_reduce_scatter_max_input_buffers(2)
-    training.steps()
-    training.loss().backward()
-    training.steps(1)
-
-
 def zeros_for_unused(recorder: Recorder) -> None:
     """`set_reduce_scatter_unused_params(True)`: a block that is never called gets zeros."""
     training = train(recorder)
@@ -191,7 +149,7 @@ def unused_on_this_rank(recorder: Recorder) -> None:
     def without_bias(module: nn.Linear, args: tuple[Tensor], output: Tensor) -> Tensor:
         return nn.functional.linear(args[0], module.weight)
 
-    everywhere = mock.patch.object(GradientBucket, "_without", staticmethod(lambda presence, missing: presence))
+    everywhere = WITHOUT_MISSING.replaced_by(staticmethod(lambda presence, missing: presence))
     for is_used in (False, True, False):
         handle = None if is_used else block.up.register_forward_hook(without_bias)
         with everywhere:
@@ -522,22 +480,18 @@ def one_group_reduces_twice(recorder: Recorder) -> None:
 SETTINGS = {
     function.__name__: function
     for function in (
-        half, half_reduced_in_full, half_in_part, half_accumulated, half_cached, half_cached_in_two_contexts,
-        settings_in_flight, hooked, hook_fails,
-        hooked_deleted_in_flight, two_reduces_in_flight, zeros_for_unused, unused, unused_on_this_rank, summed,
-        storage_kept, gathered_on_compute,
-        gathered_far_ahead, gathered_by_extensions, custom_collectives, memory_of_the_process_group, denominators,
-        post_optim_event, only_replicated_updated_elsewhere, updated_elsewhere_before_a_compiled_call,
-        synchronized_outside_of_backward, finalized_by_hand,
-        shared_context, shared_context_late, one_group_reduces_twice, copied, pooled,
+        half, half_in_part, settings_in_flight, hooked, hook_fails, hooked_deleted_in_flight, zeros_for_unused,
+        unused, unused_on_this_rank, summed, storage_kept, gathered_on_compute, gathered_far_ahead,
+        gathered_by_extensions, custom_collectives, memory_of_the_process_group, denominators, post_optim_event,
+        only_replicated_updated_elsewhere, updated_elsewhere_before_a_compiled_call,
+        synchronized_outside_of_backward, finalized_by_hand, shared_context, shared_context_late,
+        one_group_reduces_twice, copied,
     )
 } | {
     "half_cached_direct": lambda recorder: half_cached(recorder, Stack(512, 514)),
     "half_direct": lambda recorder: half(recorder, Stack(512, 514)),
-    "pooled_direct": lambda recorder: pooled(recorder, Stack(512, 514)),
     "pooled_in_half_on_replicas": lambda recorder: pooled(recorder, mp_policy=HALF, mesh=replicate_and_shard()),
     "hooked_on_its_own_stream": partial(hooked, own_stream=True, mp_policy=HALF),
-    "hooked_accumulating": partial(hooked, own_stream=True, accumulates=True),
     "hooked_replicas": lambda recorder: hooked(recorder, mesh=replicate_and_shard()),
     "extensions_on_neighbours": partial(gathered_by_extensions, reshard_after_forward=2),
     "custom_collectives_on_neighbours": partial(custom_collectives, reshard_after_forward=2),

@@ -239,20 +239,6 @@ def _own_parameters(module: nn.Module) -> list[Tensor]:
     return found
 
 
-def step_in_backward(training: Training) -> None:
-    """An optimizer per parameter, which steps as soon as its gradient has been reduced."""
-    for parameter in training.model.parameters():
-        optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9, foreach=True)
-
-        def step(parameter: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
-            optimizer.step()
-            optimizer.zero_grad()
-
-        parameter.register_post_accumulate_grad_hook(step)
-    for _ in range(STEPS):
-        training.loss().backward()
-
-
 def write_whole(training: Training) -> None:
     """Write to all parameters while they are whole."""
     with torch.no_grad(), full_parameters(training.model):

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import fully_shard
-from tests.harness.compare import Tolerance, assert_sharded_same, gradients_of, parameters_of
+from tests.harness.compare import Tolerance
 from tests.harness.models import ModelCase
 from tests.harness.reference import Accumulation, Reference, adamw
 from tests.harness.shared.training import loss_on, trainable
+from tests.harness.training import assert_trains_like
 
 STRATEGIES = ("replicate", "zero1", "zero2", "zero3")
 SHARDING = STRATEGIES[1:]
@@ -57,17 +57,28 @@ def train(
     rank: int | None = None,
     before: Callable[[int], None] = lambda step: None,
 ) -> torch.optim.Optimizer:
-    """Train ``model`` beside ``reference``, and compare gradients and parameters in every step."""
+    """Train ``model`` beside ``reference``, which accumulates ``how`` it does; ``before`` each step."""
     optimizer = adamw(trainable(model)) if optimizer is None else optimizer
-    rank = dist.get_rank() if rank is None else rank
-    for _ in range(steps):
-        record = reference.step()
-        before(record.step)
-        run_microbatches(reference.case, model, how, record.step, rank)
-        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-        at = f"in step {record.step}"
-        assert_sharded_same(f"gradients {at}", gradients_of(model), record.gradients, tolerance=tolerance)
-        optimizer.step()
-        optimizer.zero_grad()
-        assert_sharded_same(f"parameters {at}", parameters_of(model), record.parameters, tolerance=tolerance)
+    count, accumulation = HOW[how]
+
+    def before_forward(micro: int) -> None:
+        if micro == 0:
+            before(reference.steps_done - 1)
+        model.set_requires_gradient_sync(accumulation is Accumulation.REDUCE_EACH or micro == count - 1)
+
+    def after_backward(micro: int) -> None:
+        at_rest = all(isinstance(parameter, DTensor) for parameter in model.parameters())
+        assert at_rest or micro < count - 1
+
+    assert_trains_like(
+        reference,
+        model,
+        optimizer,
+        steps=steps,
+        tolerance=tolerance,
+        before_forward=before_forward,
+        after_backward=after_backward,
+        compares_losses=reference.param_dtype is None,
+        rank=rank,
+    )
     return optimizer

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp2 import fully_shard
 from tests.harness.compare import SUM_ORDER, assert_sharded_same, gradients_of, parameters_of, tolerance_for
 from tests.harness.models import UNEVEN_MLP, ModelCase
-from tests.harness.reference import Reference, adamw
+from tests.harness.reference import adamw
 
 STEPS = 10
 
@@ -77,17 +76,3 @@ def train_custom(
 def loss_on(case: ModelCase, model: nn.Module, step: int, rank: int, micro: int = 0) -> Tensor:
     """The loss of ``case`` for the batch of that step, rank and microbatch."""
     return case.loss(model, case.batch(0, step, rank, micro))
-
-
-def goes_on_like(
-    reference: Reference, model: nn.Module, optimizer: torch.optim.Optimizer, *, steps: int, world_size: int
-) -> None:
-    """Like `assert_trains_like`, for a model that need not be exactly where the reference is above 2 ranks."""
-    tolerance = tolerance_for(world_size)
-    for _ in range(steps):
-        record = reference.step()
-        loss_on(reference.case, model, record.step, dist.get_rank()).backward()
-        assert_sharded_same("gradients", gradients_of(model), record.gradients, tolerance=tolerance)
-        optimizer.step()
-        optimizer.zero_grad()
-        assert_sharded_same("parameters", parameters_of(model), record.parameters, tolerance=tolerance)

@@ -21,6 +21,7 @@ from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.root import FSDPRoot
 from fsdp2.features import unwrap as unwrapping
 from tests.harness import multi_rank
+from tests.harness.internals import ISSUE_GATHER
 
 
 def stack(seed: int = 0, layers: int = 3, width: int = 8) -> nn.Sequential:
@@ -45,13 +46,13 @@ def inputs(step: int = 0) -> torch.Tensor:
 def counted_gathers() -> Any:
     """A context; its value is the list of groups that gather inside."""
     found: list[FSDPParamGroup] = []
-    issue = FSDPParamGroup._issue_all_gather
+    issue = ISSUE_GATHER.function
 
     def issued(self: FSDPParamGroup, *arguments: Any) -> Any:
         found.append(self)
         return issue(self, *arguments)
 
-    return mock.patch.object(FSDPParamGroup, "_issue_all_gather", issued), found
+    return ISSUE_GATHER.replaced_by(issued), found
 
 
 # ---- parameters that are replaced, and come back ------------------------------------------------------

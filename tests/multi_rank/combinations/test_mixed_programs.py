@@ -4,23 +4,18 @@ The first of these programs, which have most of the pairs, run in every `make te
 and a half, and run in `make test-full`.
 
 `FSDP2_MIXED=20000 python -m pytest tests/multi_rank/combinations/test_mixed_programs.py -k many` runs that many seeds;
-`FSDP2_MIXED_FROM` is the first. A failure prints its program; `python -m tests.harness.mixed` runs one by hand, and
-finds the smallest that fails.
+`FSDP2_MIXED_FROM` is the first. A failure prints its program: `run({**PLAIN, "hooks": "forward"})` is one like it.
 """
 
 from __future__ import annotations
 
 import os
-import re
 
 import pytest
 
-from fsdp2 import FSDPError
 from tests.harness import multi_rank
-from tests.harness.mixed.programs import (
+from tests.multi_rank.combinations.helpers.mixed.programs import (
     AXES,
-    PLAIN,
-    REFUSED,
     RULES,
     Mix,
     chosen,
@@ -33,7 +28,7 @@ from tests.harness.mixed.programs import (
     printed,
     ranks_of,
 )
-from tests.harness.mixed.training import run
+from tests.multi_rank.combinations.helpers.mixed.training import run
 
 OFTEN = 40
 """How many of the programs that cover all pairs run in every `make test`."""
@@ -93,14 +88,6 @@ def test_the_other_mixed_programs_on_four_ranks(batch: int, programs: list[Mix])
 def test_many_drawn_mixed_programs(first: int, world_size: int) -> None:
     mixes = [draw(seed) for seed in range(first, first + LENGTH)]
     run_all([mix for mix in mixes if ranks_of(mix) == world_size])
-
-
-@multi_rank(2)
-@pytest.mark.parametrize("option", REFUSED)
-def test_what_is_refused_says_so(option: str) -> None:
-    axis, value = option.split(": ", 1)
-    with pytest.raises(FSDPError, match=re.escape(REFUSED[option])):
-        run({**PLAIN, axis: value})
 
 
 def test_every_pair_is_covered() -> None:

@@ -29,7 +29,7 @@ from fsdp2 import (
     unwrap,
 )
 from fsdp2.core.state import FSDPState, state_of, states_below
-from tests.harness import multi_rank, others_full
+from tests.harness import assert_trains_like, multi_rank, others_full
 from tests.harness.compare import (
     SUM_ORDER,
     assert_same,
@@ -41,7 +41,7 @@ from tests.harness.compare import (
 )
 from tests.harness.models import MODEL_CASES, TIED, TRANSFORMER, UNEVEN_MLP, ModelCase
 from tests.harness.reference import Reference, adamw
-from tests.harness.shared.training import CASE, goes_on_like, loss_on, shard, trainable
+from tests.harness.shared.training import CASE, loss_on, shard, trainable
 
 
 def values_of(model: nn.Module) -> list[Tensor]:
@@ -69,7 +69,7 @@ def test_original_and_copy_train_like_the_reference(case: ModelCase, steps: int,
     model = shard(case)
     optimizer = adamw(trainable(model))
     reference, second = Reference(case, world_size=world_size), Reference(case, world_size=world_size)
-    goes_on_like(reference, model, optimizer, steps=steps, world_size=world_size)
+    assert_trains_like(reference, model, optimizer, steps=steps, tolerance=tolerance_for(world_size))
     second.run(steps)
     copied, copied_optimizer = copy.deepcopy((model, optimizer))
     assert_apart(copied, model)
@@ -77,13 +77,13 @@ def test_original_and_copy_train_like_the_reference(case: ModelCase, steps: int,
     assert all(mine is theirs for mine, theirs in zip(in_optimizer, trainable(copied), strict=True))
     for _ in range(2):
         before = values_of(copied)
-        goes_on_like(reference, model, optimizer, steps=1, world_size=world_size)
+        assert_trains_like(reference, model, optimizer, steps=1, tolerance=tolerance_for(world_size))
         assert all(torch.equal(mine, now) for mine, now in zip(before, values_of(copied), strict=True))
         before = values_of(model)
-        goes_on_like(second, copied, copied_optimizer, steps=1, world_size=world_size)
+        assert_trains_like(second, copied, copied_optimizer, steps=1, tolerance=tolerance_for(world_size))
         assert all(torch.equal(mine, now) for mine, now in zip(before, values_of(model), strict=True))
     again, optimizer_again = copy.deepcopy((copied, copied_optimizer))
-    goes_on_like(second, again, optimizer_again, steps=1, world_size=world_size)
+    assert_trains_like(second, again, optimizer_again, steps=1, tolerance=tolerance_for(world_size))
 
 
 MOMENTS: dict[str, Callable[[Any], object]] = {
@@ -116,7 +116,7 @@ def test_at_any_moment_between_iterations(moment: str, reshards: bool | None, wo
     copied = copy.deepcopy(model)
     assert all(isinstance(p, DTensor) for p in (*copied.parameters(), *model.parameters()))
     reference = Reference(CASE, world_size=world_size)
-    goes_on_like(reference, copied, adamw(list(copied.parameters())), steps=2, world_size=world_size)
+    assert_trains_like(reference, copied, adamw(trainable(copied)), steps=2, tolerance=tolerance_for(world_size))
     if moment == "after_forward":
         assert isinstance(pending, Tensor)
         pending.backward()
@@ -173,7 +173,7 @@ def test_settings_of_the_call(name: str, world_size: int) -> None:
     for unit in TRANSFORMER.units(copied):
         fully_shard(unit, **settings)  # equal arguments: nothing happens
     reference = Reference(TRANSFORMER, world_size=world_size, model=plain)
-    goes_on_like(reference, copied, adamw(trainable(copied)), steps=2, world_size=world_size)
+    assert_trains_like(reference, copied, adamw(trainable(copied)), steps=2, tolerance=tolerance_for(world_size))
 
 
 @multi_rank(2)
@@ -403,7 +403,7 @@ def test_on_meta(world_size: int) -> None:
         for mine, theirs in zip(copied.parameters(), shard(CASE).parameters(), strict=True):
             mine.copy_(theirs)
     reference = Reference(CASE, world_size=world_size)
-    goes_on_like(reference, copied, adamw(list(copied.parameters())), steps=2, world_size=world_size)
+    assert_trains_like(reference, copied, adamw(trainable(copied)), steps=2, tolerance=tolerance_for(world_size))
 
 
 @multi_rank(2, full=[4])  # those of this file on 4 ranks: about 20 s on two cores
@@ -414,7 +414,7 @@ def test_an_exponential_moving_average(world_size: int) -> None:
     average, expected = copy.deepcopy(model), copy.deepcopy(reference.model)
     average.requires_grad_(False)
     for step in range(3):
-        goes_on_like(reference, model, optimizer, steps=1, world_size=world_size)
+        assert_trains_like(reference, model, optimizer, steps=1, tolerance=tolerance_for(world_size))
         with torch.no_grad():
             torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 0.25)
             torch._foreach_lerp_(list(expected.parameters()), list(reference.model.parameters()), 0.25)
@@ -501,7 +501,7 @@ def test_a_copy_that_failed_leaves_nothing_behind(world_size: int) -> None:
     assert [each for each in gc.get_objects() if type(each) is FSDPState] == states
     del first.cannot_be_copied
     copied, reference = copy.deepcopy(model), Reference(CASE, world_size=world_size)
-    goes_on_like(reference, copied, adamw(trainable(copied)), steps=2, world_size=world_size)
+    assert_trains_like(reference, copied, adamw(trainable(copied)), steps=2, tolerance=tolerance_for(world_size))
 
 
 class Forwarding(nn.Module):

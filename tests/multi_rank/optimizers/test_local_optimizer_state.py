@@ -42,7 +42,7 @@ from tests.harness.shared.optimizers import (
     tolerance_of,
     two_groups,
 )
-from tests.harness.shared.training import CASE, goes_on_like, shard, trainable
+from tests.harness.shared.training import CASE, shard, trainable
 
 FORMS = pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
 KINDS = [sgd_momentum, adamw_foreach, adamw_fused, rmsprop, two_groups]
@@ -98,7 +98,7 @@ def test_distributed_state_dicts_go_from_one_to_the_other(way: str, api: str, wo
     second = shard(model=CASE.build(seed=1))
     second_optimizer = made_as(target, adamw_foreach, second)
     set_state_dict(second, second_optimizer, model_state_dict=states[0], optim_state_dict=states[1], options=options)
-    goes_on_like(reference, second, second_optimizer, steps=3, world_size=world_size)
+    assert_trains_like(reference, second, second_optimizer, steps=3, tolerance=tolerance_for(world_size))
     assert target == "plain" or bool(number_of_runs(second_optimizer)) is (target == "flat")
 
 
@@ -429,7 +429,7 @@ def test_offloaded_state(stepped: int, make: MakeOptimizer, flat: bool, world_si
     model = shard()
     optimizer = local_like(make(trainable(model)), flat=flat)
     reference = Reference(CASE, world_size=world_size, make_optimizer=make)
-    goes_on_like(reference, model, optimizer, steps=stepped, world_size=world_size)
+    assert_trains_like(reference, model, optimizer, steps=stepped, tolerance=tolerance_for(world_size))
     offload = fsdp2.offload_optimizer_state(optimizer, pin_memory=False)
     seen: list[type] = []
     plain = type(optimizer)._plain
@@ -447,11 +447,11 @@ def test_offloaded_state(stepped: int, make: MakeOptimizer, flat: bool, world_si
     expected = reference.step().parameters
     assert_sharded_same("parameters", parameters_of(model), expected, tolerance=tolerance_for(world_size))
     assert isinstance(optimizer, plain) and not any(issubclass(each, DTensor) for each in seen)
-    goes_on_like(reference, model, optimizer, steps=2, world_size=world_size)
+    assert_trains_like(reference, model, optimizer, steps=2, tolerance=tolerance_for(world_size))
     names = {"momentum_buffer"} if make is sgd_momentum else {"exp_avg", "exp_avg_sq"}
     assert all(isinstance(state[name], DTensor) for state in optimizer.state.values() for name in names)
     offload.remove()
-    goes_on_like(reference, model, optimizer, steps=2, world_size=world_size)
+    assert_trains_like(reference, model, optimizer, steps=2, tolerance=tolerance_for(world_size))
 
 
 @multi_rank(2)

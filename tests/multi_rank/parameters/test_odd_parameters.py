@@ -27,7 +27,6 @@ from fsdp2 import (
     FSDPNotImplementedError,
     MixedPrecisionPolicy,
     Owned,
-    _torch,
     fully_shard,
     unwrap,
 )
@@ -42,6 +41,7 @@ from tests.harness.compare import (
     gradients_of,
     tolerance_for,
 )
+from tests.harness.internals import AS_REAL
 from tests.harness.shared.odd_parameters import ODD, Odd
 from tests.harness.training import assert_trains_like
 
@@ -409,8 +409,7 @@ def test_complex_parameters_stay_complex(
     comm: str, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, world_size: int
 ) -> None:
     """Whatever the policy says of the others. torch's own reduce-scatter gets real numbers: NCCL knows no others."""
-    as_real = mock.patch.object(_torch, "_as_real", wraps=_torch._as_real)
-    with mock.patch.dict("os.environ", FSDP2_COMM=comm), as_real as reals:
+    with mock.patch.dict("os.environ", FSDP2_COMM=comm), AS_REAL.counted() as reals:
         _complex_parameters_stay_complex(param_dtype, reduce_dtype, world_size)
     assert reals.call_count == (2 if comm else 0)
 

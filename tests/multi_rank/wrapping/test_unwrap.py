@@ -28,7 +28,7 @@ from tests.harness.compare import SUM_ORDER, assert_same, assert_sharded_same, g
 from tests.harness.compare import tolerance_for as tolerance
 from tests.harness.models import CONV, FROZEN, MODEL_CASES, TIED, TRANSFORMER, UNEVEN_MLP, ModelCase
 from tests.harness.reference import Reference, adamw
-from tests.harness.shared.training import goes_on_like, shard, trainable
+from tests.harness.shared.training import shard, trainable
 from tests.harness.training import assert_trains_like
 
 
@@ -95,7 +95,7 @@ def test_the_optimizer_goes_on_and_back(at_once: bool, world_size: int) -> None:
         assert_same("parameters", parameters_of(model), record.parameters, tolerance=SUM_ORDER)
         assert set(optimizer.state) == set(model.parameters())
     fully_shard(model)
-    goes_on_like(reference, model, optimizer, steps=2, world_size=world_size)
+    assert_trains_like(reference, model, optimizer, steps=2, tolerance=tolerance(world_size))
 
 
 @multi_rank(2, 4)
@@ -111,7 +111,7 @@ def test_sharding_again_at_once_keeps_the_optimizer(again: str, world_size: int)
     else:
         mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
         fully_shard(model, mesh=mesh)
-    goes_on_like(reference, model, optimizer, steps=2, world_size=world_size)
+    assert_trains_like(reference, model, optimizer, steps=2, tolerance=tolerance(world_size))
 
 
 @multi_rank(2)

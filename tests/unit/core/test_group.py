@@ -100,6 +100,21 @@ def test_what_rests_in_place_is_found_by_the_backward_and_freed_by_a_reshard() -
     assert allocated_bytes(group) == 0
 
 
+def test_a_gather_that_nobody_waits_for_is_over_before_its_memory_goes() -> None:
+    _, group = build()
+    work = mock.Mock(has_failed=False)
+
+    def gather(members: object, works: list[object], user_waits: bool) -> None:
+        works.append(work)
+
+    with mock.patch.object(group.transport, "all_gather", gather):
+        group.unshard()
+        work.wait.assert_not_called()
+        group.reshard()
+    work.wait.assert_called_once_with()
+    assert group.phase is ParamPhase.SHARDED and allocated_bytes(group) == 0
+
+
 def test_a_gather_that_an_exception_cut_short_is_not_waited_for_and_comes_anew() -> None:
     _, group = build()
     with (

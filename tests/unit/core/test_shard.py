@@ -88,6 +88,9 @@ def test_parameters_are_grouped_by_mesh_and_by_place() -> None:
     fully_shard(model, shard_placement_fn=place)
     assert names_of(model) == [["0.weight", "0.bias", "2.weight", "2.bias"], ["1.0.weight"]]
     assert [group.mesh.shard_size for group in groups_of(model)] == [4, 2]
+    resharded = fully_shard(build(), shard_placement_fn=place, reshard_after_forward=2)
+    rests = [group.storage.post_forward for group in groups_of(resharded)]
+    assert rests[0] is not None and rests[1] is None, "to two of four; to two of two is all"
     other = build()
     fully_shard(other, offload_policy={"0.weight": CPUOffloadPolicy()})
     assert names_of(other) == [["0.weight"], ["0.bias", "1.0.weight", "2.weight", "2.bias"]]

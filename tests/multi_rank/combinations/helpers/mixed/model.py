@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.harness.mixed.programs import Mix
+from tests.multi_rank.combinations.helpers.mixed.programs import Mix
 
 WIDTH, HIDDEN, BLOCKS = 4, 6, 3
 

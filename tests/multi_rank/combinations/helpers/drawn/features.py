@@ -1,22 +1,21 @@
 """What drawn programs cover: their features, and the pairs of features that occur together.
 
-Owns the names of features and which of them exclude each other, with reasons. `python -m
-tests.harness.drawn.features` searches seeds whose programs cover every other pair, and prints `seeds`.
+Owns the names of features and which of them exclude each other, with reasons. Run as a program it searches seeds whose
+programs cover every other pair, and prints `seeds`.
 """
 
 from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from tests.harness.drawn.programs import MESHES, RANKS, SUMS_COPIES, Program, draw, sharers
+from tests.multi_rank.combinations.helpers.drawn.programs import MESHES, RANKS, SUMS_COPIES, Program, draw
 
 Pair = tuple[str, str]
 
 INCOMPATIBLE: tuple[tuple[str, str, str], ...] = (
-    ("refused *", "*", "nothing is trained"),
     ("accumulation: mixed", "mesh: 1d_*", "no all-reduce to put off"),
     ("accumulation: mixed", "mesh: tp", "no all-reduce to put off"),
     ("accumulation: mixed", "mesh: dims shard", "no all-reduce to put off"),
@@ -84,9 +83,7 @@ def excluded(pair: Pair) -> bool:
 
 
 def features(program: Program) -> set[str]:
-    """What running this program covers. One that is refused covers nothing but that."""
-    if program.refusal is not None:
-        return {f"refused {program.refusal}"}
+    """What running this program covers."""
     return _of_model(program) | _of_calls(program) | _of_training(program)
 
 
@@ -159,25 +156,10 @@ def pairs(program: Program) -> set[Pair]:
     return set(itertools.combinations(sorted(features(program)), 2))
 
 
-def ties_units(program: Program) -> bool:
-    """Whether a weight is used by two units."""
-    return bool(sharers(program.units, program.model))
-
-
-KNOWN: dict[str, Callable[[Program], bool]] = {}
-"""Programs that fsdp2 is known to train wrongly: counted, and not run. Take an entry out when it is repaired."""
-
-
-def known(program: Program) -> str | None:
-    """Why the program is not run, if it is not."""
-    return next((reason for reason, is_so in KNOWN.items() if is_so(program)), None)
-
-
 def covered(seeds: Mapping[str, Sequence[int]]) -> tuple[set[str], set[Pair]]:
-    """The features and pairs of the programs that are run."""
+    """The features and pairs of these programs."""
     programs = [draw(mesh, seed) for mesh, of_mesh in seeds.items() for seed in of_mesh]
-    run = [program for program in programs if known(program) is None]
-    return set().union(*map(features, run)), set().union(*map(pairs, run))
+    return set().union(*map(features, programs)), set().union(*map(pairs, programs))
 
 
 def _news(program: Program) -> set[Pair]:
@@ -190,8 +172,7 @@ COSTS = {"1d_2": 1.0, "1d_4": 2.0, "hsdp": 2.0, "tp": 3.0, "dims": 4.0}
 
 def search(count: int, most: int) -> dict[str, list[int]]:
     """Seeds below ``count`` of each mesh, ``most`` together, each chosen for the most new pairs for what it costs."""
-    found = {(mesh, seed): draw(mesh, seed) for mesh in MESHES for seed in range(count)}
-    missing = {where: _news(program) for where, program in found.items() if known(program) is None}
+    missing = {(mesh, seed): _news(draw(mesh, seed)) for mesh in MESHES for seed in range(count)}
     chosen: dict[str, list[int]] = {mesh: [] for mesh in MESHES}
     for _ in range(most):
         best = max(missing, key=lambda where: len(missing[where]) / COSTS[where[0]])
@@ -204,4 +185,4 @@ def search(count: int, most: int) -> dict[str, list[int]]:
 
 if __name__ == "__main__":
     for name, seeds in search(int(sys.argv[1]), int(sys.argv[2])).items():
-        print(f'    "{name}": {seeds},')
+        print(f'    "{name}": """{" ".join(map(str, seeds))}""",')

@@ -26,8 +26,8 @@ from fsdp2 import (
     fully_shard,
 )
 from fsdp2.features.owned import noted_owner
-from tests.harness.drawn.model import OWN, Drawn
-from tests.harness.drawn.programs import Program, UnitDraw
+from tests.multi_rank.combinations.helpers.drawn.model import OWN, Drawn
+from tests.multi_rank.combinations.helpers.drawn.programs import Program, UnitDraw
 
 
 def _matrices_on_host(name: str, parameter: nn.Parameter) -> CPUOffloadPolicy | None:

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fsdp2
-from tests.harness.drawn.model import OWN, build, inputs
-from tests.harness.drawn.programs import Program
+from tests.multi_rank.combinations.helpers.drawn.model import OWN, build, inputs
+from tests.multi_rank.combinations.helpers.drawn.programs import Program
 
 MAX_NORM = 0.5
 

@@ -14,29 +14,23 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fsdp2
-from fsdp2 import FSDPModule, FSDPNotImplementedError
+from fsdp2 import FSDPModule
 from tests.harness.compare import EXACT, Tolerance, assert_sharded_same
-from tests.harness.drawn.building import Builder, dtype_of
-from tests.harness.drawn.events import Left, happen
-from tests.harness.drawn.model import OWN, Drawn, build, inputs
-from tests.harness.drawn.programs import REFUSALS, STEPS, Program
-from tests.harness.drawn.reference import MAX_NORM, Gradients, Plain, make_optimizer
 from tests.harness.parity.custom_collectives import custom_all_gather, custom_reduce_scatter
+from tests.multi_rank.combinations.helpers.drawn.building import Builder, dtype_of
+from tests.multi_rank.combinations.helpers.drawn.events import Left, happen
+from tests.multi_rank.combinations.helpers.drawn.model import OWN, Drawn, build, inputs
+from tests.multi_rank.combinations.helpers.drawn.programs import STEPS, Program
+from tests.multi_rank.combinations.helpers.drawn.reference import MAX_NORM, Gradients, Plain, make_optimizer
 
 
-def run(program: Program) -> str | None:
-    """Train and compare. Returns the reason if the program was refused as `REFUSALS` allow.
+def run(program: Program) -> None:
+    """Train and compare.
 
     Raises:
-        AssertionError: it computes something else than the plain model, or was refused without need.
+        AssertionError: it computes something else than the plain model.
     """
-    try:
-        sharded = Sharded(program)
-    except FSDPNotImplementedError as error:
-        assert program.refusal is not None, f"refused: {error}"
-        assert REFUSALS[program.refusal] in str(error), f"refused for another reason than {program.refusal}: {error}"
-        return program.refusal
-    assert program.refusal is None, f"not refused, but {program.refusal}"
+    sharded = Sharded(program)
     plain = sharded.plain
     for step in range(STEPS):
         _step(program, sharded, plain, step)
@@ -48,7 +42,6 @@ def run(program: Program) -> str | None:
     if program.mesh != "dims":  # `distribute_module` keeps no strides
         strides = {name: parameter.stride() for name, parameter in sharded.handles.items()}
         assert strides == {name: parameter.stride() for name, parameter in plain.model.named_parameters()}
-    return None
 
 
 def _step(program: Program, sharded: Sharded, plain: Plain, step: int) -> None:

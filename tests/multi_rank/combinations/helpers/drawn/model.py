@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.harness.drawn.programs import ModelDraw, Program
+from tests.multi_rank.combinations.helpers.drawn.programs import ModelDraw, Program
 
 ROWS = 3
 OWN = "own"  # the name of the parameter that `fully_shard` ignores

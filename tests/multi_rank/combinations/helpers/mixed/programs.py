@@ -1,8 +1,8 @@
 """Small training programs in which features meet: an option of each axis, drawn or chosen to cover pairs.
 
-Owns the axes and what cannot be together; `training` runs a program. `tests.harness.drawn` draws the settings of the
-engine; here are the things around it: what modules take and return, hooks, what a loop does between two statements,
-what users do to parameters and gradients, threads.
+Owns the axes and what cannot be together; `training` runs a program. `drawn` draws the settings of the engine; here are
+the things around it: what modules take and return, hooks, what a loop does between two statements, what users do to
+parameters and gradients, threads.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 AXES: dict[str, tuple[str, ...]] = {
@@ -27,19 +27,19 @@ AXES: dict[str, tuple[str, ...]] = {
     "state": ("none", "skips", "cache", "dataclass", "callers", "deque"),
     "hooks": (
         "none", "pre", "pre with keywords", "forward", "global", "backward", "backward pre", "activation",
-        "parameter", "post accumulate", "multi all", "multi any",
+        "parameter", "post accumulate",
     ),
     "place": ("block", "root", "inner"),
     "order": ("first", "penalty", "penalty and loss", "two forwards", "retained", "slopes", "two calls"),
     "checkpoint": ("no", "feed", "feed, reentrant"),
     "surgery": (
-        "none", "data scaled", "data assigned", "written", "averaged", "foreach",
+        "none", "data scaled", "written", "averaged", "foreach",
         "gradient scaled", "gradient replaced", "gradient dropped", "gradient given", "gradients foreach",
         "clipped", "clipped by fsdp2",
     ),
     "event": (
         "none", "raise in loss", "raise late", "raise late on one", "raise in backward", "evaluate", "inference",
-        "save", "load", "zero by model", "zero by optimizer", "forward only", "state dict in forward",
+        "save", "load", "zero by model", "zero by optimizer", "forward only",
         "func.grad", "func.vmap", "func.jvp", "copy",
     ),
     "point": ("before forward", "after forward", "after backward", "after step"),
@@ -71,10 +71,8 @@ EXCLUDED: Rules = (
     ("optimizer: in backward", "hooks: post accumulate", "two hooks, of which the first clears the gradient"),
     ("hooks: parameter", "microbatches: two, synchronized once", "a hook on parameters sees the sum, once"),
     ("hooks: post accumulate", "microbatches: two, synchronized once", "the same"),
-    ("hooks: multi *", "microbatches: two, synchronized once", "the same"),
     ("checkpoint: feed, reentrant", "hooks: parameter", "each checkpoint is a backward, of which each calls them"),
     ("checkpoint: feed, reentrant", "hooks: post accumulate", "the same"),
-    ("checkpoint: feed, reentrant", "hooks: multi *", "the same"),
     ("event: raise in backward", "hooks: [bampg]*", "how many were called before is not said"),
     ("event: raise in backward", "checkpoint: feed*", "the same, of hooks in what is computed again"),
     ("event: raise late on one", "order: [tps]*", "the others would go on to a forward or backward without it"),
@@ -92,24 +90,14 @@ EXCLUDED: Rules = (
     ("event: load", "point: after forward", "it would change what backward needs"),
     ("event: none", "point: [!b]*", "nothing happens anywhere"),
     ("event: raise*", "point: [!b]*", "it says itself where"),
-    ("event: state dict in forward", "point: after *", "it says itself where"),
     ("hooks: none", "place: [!b]*", "no hook is anywhere"),
     ("hooks: global", "place: [!b]*", "the same"),
     ("hooks: activation", "place: root", "one place will do"),
     ("hooks: parameter", "place: [!b]*", "the same"),
     ("hooks: post accumulate", "place: [!b]*", "the same"),
-    ("hooks: multi *", "place: [!b]*", "the same"),
     ("hooks: backward*", "place: [!i]*", "torch has them on modules that take and return tensors"),
 )
 """What makes no sense together, or not even on the plain model."""
-
-REFUSED = {
-    "hooks: multi all": "register_multi_grad_hook",
-    "hooks: multi any": "register_multi_grad_hook",
-    "surgery: data assigned": ".data was set on parameter",
-    "event: state dict in forward": "was called inside a forward",
-}
-"""Options that are errors, which say this."""
 
 KNOWN: Rules = (
     ("outputs: attribute", "checkpoint: feed*", "an error, after a look at the state or the first of two backwards"),
@@ -118,7 +106,7 @@ KNOWN: Rules = (
 )
 """What fsdp2 is known to do otherwise than the plain model: not drawn. Take an entry out when it is mended."""
 
-RULES = EXCLUDED + KNOWN + tuple((option, "*", "nothing is trained") for option in REFUSED)
+RULES = EXCLUDED + KNOWN
 
 PLAIN: Mix = {"seed": "0"} | {axis: options[0] for axis, options in AXES.items()}
 
@@ -212,16 +200,6 @@ def covering(rules: Rules = RULES, tries: int = 12) -> list[Mix]:
 
 def _taken(pair: tuple[str, str]) -> dict[str, str]:
     return dict(name.split(": ", 1) for name in pair)  # type: ignore[arg-type]
-
-
-def simpler(mix: Mix) -> Iterator[Mix]:
-    """The same program with one option, or two, replaced by the plain ones."""
-    special = [axis for axis in AXES if mix[axis] != PLAIN[axis]]
-    for count in (1, 2):
-        for axes in itertools.combinations(special, count):
-            candidate = {**mix, **{axis: PLAIN[axis] for axis in axes}}
-            if is_legal(candidate):
-                yield candidate
 
 
 def ranks_of(mix: Mix) -> int:

@@ -24,9 +24,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp2
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
 from tests.harness.compare import Tolerance, difference, shard_pair
-from tests.harness.mixed.actions import Events, Hooks, Surgery
-from tests.harness.mixed.model import WIDTH, Boom, build, called, failing, left, new_state
-from tests.harness.mixed.programs import Mix
+from tests.multi_rank.combinations.helpers.mixed.actions import Events, Hooks, Surgery
+from tests.multi_rank.combinations.helpers.mixed.model import WIDTH, Boom, build, called, failing, left, new_state
+from tests.multi_rank.combinations.helpers.mixed.programs import Mix
 
 STEPS, ROWS = 2, 3
 

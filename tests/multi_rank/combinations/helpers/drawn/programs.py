@@ -22,9 +22,6 @@ MESHES = ("1d_2", "1d_4", "hsdp", "tp", "dims")
 RANKS = {"1d_2": 2, "1d_4": 4, "hsdp": 4, "tp": 4, "dims": 4}
 STEPS = 3
 
-REFUSALS: dict[str, str] = {}
-"""The only reasons for which a drawn program may be refused with `FSDPNotImplementedError`, and a part of the text."""
-
 
 @dataclass(frozen=True)
 class ModelDraw:
@@ -101,7 +98,6 @@ class Program:
     prefetch: tuple[tuple[str, int, tuple[int, ...]], ...]  # direction, unit, units to gather
     settings: tuple[tuple[str, Any, int, str], ...]  # name, value, step, and the point of its first pass
     events: tuple[Event, ...]
-    refusal: str | None = None
 
     @property
     def is_exact(self) -> bool:

@@ -9,21 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 import fsdp2
-from tests.harness.mixed.model import arguments as packed
-from tests.harness.mixed.model import called, found, given, new_state, taken
-from tests.harness.mixed.programs import Mix
+from tests.multi_rank.combinations.helpers.mixed.model import arguments as packed
+from tests.multi_rank.combinations.helpers.mixed.model import called, found, given, new_state, taken
+from tests.multi_rank.combinations.helpers.mixed.programs import Mix
 
 if TYPE_CHECKING:
-    from tests.harness.mixed.training import World
+    from tests.multi_rank.combinations.helpers.mixed.training import World
 
 MAX_NORM = 0.1
 
-ON_PARAMETERS = ("parameter", "post accumulate", "multi all", "multi any")
+ON_PARAMETERS = ("parameter", "post accumulate")
 """Hooks of parameters, which no transform of `torch.func` calls."""
 
 Evaluate = Callable[[str], None]
@@ -121,25 +120,10 @@ class Hooks:
         self.handles.append(nn.modules.module.register_module_forward_hook(after))
 
     def _on_parameters(self) -> None:
-        parameters, kind = self.world.parameters(), self.mix["hooks"]
-        note = self.world.note_all
-        if kind == "multi all":
-            names = list(parameters)
-
-            def seen(gradients: Any) -> None:
-                note("hook", dict(zip(names, gradients, strict=True)))
-
-            self.handles.append(register_multi_grad_hook(list(parameters.values()), seen))
-        elif kind == "multi any":
-
-            def first(gradient: Tensor) -> None:
-                self.world.note(self.world.rank, "hook", "called")
-
-            self.handles.append(register_multi_grad_hook(list(parameters.values()), first, mode="any"))
-        for name, parameter in parameters.items():
-            if kind == "parameter":
+        for name, parameter in self.world.parameters().items():
+            if self.mix["hooks"] == "parameter":
                 parameter.register_hook(self._of_gradient(name))
-            elif kind == "post accumulate":
+            else:
                 parameter.register_post_accumulate_grad_hook(self._after_accumulation(name))
 
     def _of_gradient(self, name: str) -> Callable[[Tensor], Tensor]:
@@ -199,9 +183,6 @@ class Surgery:
         if self.kind == "data scaled":
             for parameter in parameters.values():
                 parameter.data.mul_(0.9)
-        elif self.kind == "data assigned":
-            for parameter in parameters.values():
-                parameter.data = parameter.data * 0.9
         elif self.kind == "written":
             with torch.no_grad():
                 for parameter in parameters.values():
@@ -272,8 +253,6 @@ class Events:
         elif event == "forward only":
             self._each(lambda function, x: function(x))
             self._rest()
-        elif event == "state dict in forward":
-            self._save_in_forward()
         elif event.startswith("func."):
             self._transform(event)
         elif event == "copy":
@@ -310,19 +289,6 @@ class Events:
     def _rest(self) -> None:
         if self.mix["point"] in ("after backward", "after step"):
             self.world.rest()
-
-    def _save_in_forward(self) -> None:
-        """In the next forward of each model."""
-        for rank, model in self.world.models.items():
-            self._save_in_forward_of(rank, model)
-
-    def _save_in_forward_of(self, rank: int, model: Any) -> None:
-        def save(module: nn.Module, args: Any, output: Any) -> None:
-            handle.remove()
-            for name, value in model.state_dict().items():
-                self.world.note(rank, f"saved {name}", value)
-
-        handle = model.blocks[1].register_forward_hook(save)
 
     def _copy(self) -> None:
         """Evaluates a copy of each model."""

@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2
 from tests.harness.compare import assert_same
-from tests.harness.drawn.model import inputs
-from tests.harness.drawn.programs import Event
+from tests.multi_rank.combinations.helpers.drawn.model import inputs
+from tests.multi_rank.combinations.helpers.drawn.programs import Event
 
 if TYPE_CHECKING:
-    from tests.harness.drawn.training import Sharded
+    from tests.multi_rank.combinations.helpers.drawn.training import Sharded
 
 
 class Mishap(Exception):

@@ -1,5 +1,0 @@
-"""Small programs in which what surrounds training meets: hooks, surgery, containers, threads; run sharded and plain.
-
-Where to look: `programs` (the options and what cannot be together), `model`, `actions`, `training`. `python -m
-tests.harness.mixed` runs one by hand.
-"""
