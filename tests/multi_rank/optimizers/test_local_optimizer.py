@@ -14,71 +14,22 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fsdp2
 from fsdp2 import FSDPNotImplementedError, FSDPValueError, fully_shard
-from tests.harness import Reference, assert_trains_like, multi_rank, tolerance_for
+from tests.harness import Reference, multi_rank, tolerance_for
 from tests.harness.compare import assert_same, assert_sharded_same, parameters_of
-from tests.harness.models import MLP, ModelCase
+from tests.harness.models import MLP
 from tests.harness.shared.optimizers import (
     EVERY_KIND,
     FUSED,
     MakeOptimizer,
     Parameters,
-    adamw_for_loop,
     adamw_foreach,
-    adamw_fused,
-    assert_states_same,
     local_like,
     loss_of,
     number_of_runs,
-    rmsprop,
-    sgd_momentum,
-    through_dtensor,
-    tolerance_of,
 )
-from tests.harness.shared.owned import FROZEN_NET, MIXED_NET, NET, sharded
 from tests.harness.shared.training import CASE, shard, trainable
 
 FORMS = pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
-
-
-# ---- against the plain optimizer, bit by bit -----------------------------------------------------
-
-
-def nadam(parameters: Parameters) -> torch.optim.Optimizer:
-    return torch.optim.NAdam(parameters, lr=1e-2, foreach=True)
-
-
-def asgd(parameters: Parameters) -> torch.optim.Optimizer:
-    return torch.optim.ASGD(parameters, lr=1e-2, foreach=False)
-
-
-def adam_capturable(parameters: Parameters) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=torch.tensor(1e-2), eps=1e-3, fused=True, amsgrad=True)
-
-
-ROUND_ALIKE = [sgd_momentum, adamw_foreach, adamw_for_loop, rmsprop, nadam, asgd]
-"""Wherever an element lies, which the kernels of others do not on a CPU."""
-
-
-@pytest.mark.full
-@multi_rank(2, 4)
-@pytest.mark.parametrize(
-    ("make", "flat"),
-    [*((make, False) for make in [*EVERY_KIND, nadam, asgd, adam_capturable]), *((make, True) for make in ROUND_ALIKE)],
-    ids=lambda value: getattr(value, "__name__", None) or ("flat" if value else "each"),
-)
-def test_steps_like_the_plain_optimizer(make: MakeOptimizer, flat: bool) -> None:
-    """Parameters and state are those of the plain optimizer on DTensors."""
-    models = [shard(), shard()]
-    plain = make(trainable(models[0]))
-    mine = local_like(make(trainable(models[1])), flat=flat)
-    for step in range(3):
-        for model, optimizer in zip(models, (plain, mine), strict=True):
-            loss_of(CASE, model, step).backward()
-            with through_dtensor():
-                optimizer.step()
-            optimizer.zero_grad()
-        assert_same("parameters", *({n: p.to_local() for n, p in model.named_parameters()} for model in models))
-    assert_states_same(mine, plain)
 
 
 # ---- other meshes, and what is not sharded -------------------------------------------------------
@@ -117,64 +68,6 @@ def test_replicas_and_tensor_parallelism(flat: bool) -> None:
 
 
 # ---- runs ----------------------------------------------------------------------------------------
-
-
-class Choosing(nn.Module):
-    """Four layers, of which some may be left out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(4))
-
-    def forward(self, x: Tensor, chosen: tuple[int, ...]) -> Tensor:
-        for index in chosen:
-            x = torch.tanh(self.layers[index](x))
-        return x
-
-
-@pytest.mark.full
-@multi_rank(2, 4)
-@FORMS
-@pytest.mark.parametrize("make", [sgd_momentum, adamw_foreach], ids=lambda f: f.__name__)
-def test_parameters_without_gradients(make: MakeOptimizer, flat: bool, world_size: int) -> None:
-    """Which parameters have one changes from step to step; those without are not stepped, and count no step."""
-    model, plain = Choosing(), Choosing()
-    fully_shard(model)
-    optimizer, reference = local_like(make(trainable(model)), flat=flat), make(trainable(plain))
-    runs = []
-    for chosen in [(0, 1, 2, 3), (0, 1, 2, 3), (0, 1, 3), (0, 1, 2, 3), (1,), (2, 3), (), (0, 1, 2, 3)]:
-        x = torch.arange(10.0).view(2, 5).sin()
-        for each, stepping in ((model, optimizer), (plain, reference)):
-            output = each(x, chosen).square().sum()
-            if chosen:
-                output.backward()
-            stepping.step()
-            stepping.zero_grad()
-        runs.append(number_of_runs(optimizer))
-        expected = {name: parameter.detach() for name, parameter in plain.named_parameters()}
-        assert_sharded_same("parameters", parameters_of(model), expected, tolerance=tolerance_for(world_size))
-    counts = [optimizer.state[p].get("step") for p in model.parameters()]
-    assert counts == [reference.state[p].get("step") for p in plain.parameters()]
-    assert (runs[0] > 0) is flat
-    assert runs[:2] == ([1, 1] if flat else [0, 0])
-
-
-@pytest.mark.full
-@multi_rank(2, 4)
-@FORMS
-@pytest.mark.parametrize("make", [adamw_foreach, adamw_fused], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("case", [NET, FROZEN_NET, MIXED_NET], ids=lambda case: case.name)
-def test_owned_parameters(case: ModelCase, make: MakeOptimizer, flat: bool, world_size: int) -> None:
-    """Those of several owners have one place in memory, which each rank steps on for its own only."""
-    model = sharded(case)
-    optimizer = local_like(make(trainable(model)), flat=flat)
-    reference = Reference(case, world_size=world_size, make_optimizer=make)
-    assert_trains_like(reference, model, optimizer, steps=3, tolerance=tolerance_of(make, world_size))
-    if flat:
-        counts = [torch.zeros(()) for _ in range(world_size)]
-        dist.all_gather(counts, torch.tensor(float(number_of_runs(optimizer))))
-        assert sum(counts) > 0, "some are stepped on together"
 
 
 class Scaled(nn.Module):
@@ -227,26 +120,6 @@ def test_padding_stays_zero(make: MakeOptimizer) -> None:
             for param, slot in zip(buffers.params, buffers.layout.slots, strict=True):
                 padding[slot.shard_offset : slot.shard_offset + param.local.numel()] = False
             assert not buffers.shard[padding].any()
-
-
-@pytest.mark.full
-@multi_rank(2)
-@pytest.mark.parametrize("hooked", [False, True])
-def test_accumulated_gradients_and_those_of_tensor_hooks(hooked: bool) -> None:
-    """The former add up on the group's buffer; the latter lie elsewhere, and are stepped on one by one."""
-    models = [shard(), shard()]
-    optimizers = [adamw_foreach(trainable(models[0])), local_like(adamw_foreach(trainable(models[1])), flat=True)]
-    for model in models if hooked else ():
-        for parameter in model.parameters():
-            parameter.register_hook(lambda gradient: gradient * 2)
-    for step in range(3):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            loss_of(CASE, model, step).backward()
-            loss_of(CASE, model, step + 1).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert_same("parameters", *({n: p.to_local() for n, p in model.named_parameters()} for model in models))
-        assert number_of_runs(optimizers[1]) == (0 if hooked else 3)
 
 
 @pytest.mark.full

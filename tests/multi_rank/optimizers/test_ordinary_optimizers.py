@@ -28,10 +28,13 @@ from tests.harness.shared.optimizers import (
     EVERY_KIND,
     MakeOptimizer,
     Parameters,
+    adamw_for_loop,
     adamw_foreach,
     adamw_fused,
     assert_states_same,
     loss_of,
+    rmsprop,
+    sgd_momentum,
     through_dtensor,
 )
 from tests.harness.shared.training import CASE, shard, trainable
@@ -83,12 +86,18 @@ def step_and_clear(optimizers: list[torch.optim.Optimizer]) -> None:
         optimizer.zero_grad()
 
 
+ROUND_ALIKE = [sgd_momentum, adamw_foreach, adamw_for_loop, rmsprop, nadam, asgd]
+"""Wherever an element lies, which the kernels of others do not on a CPU."""
+BITWISE = [(make, form) for form in ("plain", "each") for make in [*EVERY_KIND, nadam, asgd, adam_with_tensor_lr]]
+BITWISE += [(make, "flat") for make in ROUND_ALIKE]
+
+
 @pytest.mark.full
 @multi_rank(2, 4)
-@pytest.mark.parametrize("make", [*EVERY_KIND, nadam, asgd, adam_with_tensor_lr], ids=lambda f: f.__name__)
-def test_bit_by_bit_as_through_dtensor(make: MakeOptimizer) -> None:
+@pytest.mark.parametrize(("make", "form"), BITWISE, ids=lambda value: getattr(value, "__name__", value))
+def test_bit_by_bit_as_through_dtensor(make: MakeOptimizer, form: str) -> None:
     models = two_models()
-    optimizers = [make(trainable(model)) for model in models]
+    optimizers = [formed(form, make(trainable(models[0]))), make(trainable(models[1]))]
     for step in range(3):
         for model in models:
             loss_of(CASE, model, step).backward()
@@ -308,16 +317,19 @@ def test_an_optimizer_that_becomes_fused_takes_together_only_what_fills_vectors(
 
 
 @pytest.mark.full
-@multi_rank(2)
-def test_gradients_that_are_missing_now_and_then() -> None:
+@multi_rank(2, 4)
+@FORMS
+@pytest.mark.parametrize("make", [adamw_foreach, sgd_momentum], ids=lambda f: f.__name__)
+def test_gradients_that_are_missing_now_and_then(make: MakeOptimizer, form: str) -> None:
     """Runs are made anew where they break, and after some times there are none: as through DTensor all the time."""
     models = two_models()
-    optimizers = [adamw_foreach(trainable(model)) for model in models]
+    optimizers = [make(trainable(model)) for model in models]
+    optimizers[0] = formed(form, optimizers[0])
     for step in range(8):
         for model in models:
             loss_of(CASE, model, step).backward()
             for index, parameter in enumerate(trainable(model)):
-                if step in (1, 3, 4, 6) and index % 3 == step % 3:
+                if (step in (1, 3, 4, 6) and index % 3 == step % 3) or step == 5:
                     parameter.grad = None
         step_and_clear(optimizers)
         assert_alike(models, optimizers)
