@@ -14,22 +14,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp2
-from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard, offload_optimizer_state
+from fsdp2 import CPUOffloadPolicy, OffloadPolicy, fully_shard, offload_optimizer_state
 from fsdp2.core.buffers import Offloading
-from tests.harness import Accumulation, Reference, Tolerance, adamw, assert_trains_like, multi_rank, tolerance_for
+from tests.harness import Reference, adamw, assert_trains_like, multi_rank, tolerance_for
 from tests.harness.compare import SUM_ORDER, assert_sharded_same, gradients_of
 from tests.harness.internals import groups_of
-from tests.harness.models import FROZEN, TIED, TRANSFORMER, ModelCase
+from tests.harness.models import FROZEN, TIED, ModelCase
 from tests.harness.shared.training import CASE, loss_on, trainable
 
 GRADIENTS = CPUOffloadPolicy(parameters=False, gradients=True)
 STATE = CPUOffloadPolicy(parameters=False, optimizer_state=True)
 BOTH = CPUOffloadPolicy(parameters=False, gradients=True, optimizer_state=True)
-
-BF16_SUM_ORDER = Tolerance(rtol=0.05, atol=2e-3, reason="four bfloat16 numbers are summed in another order")
 
 
 def shard(
@@ -61,53 +58,16 @@ def train(model: Any, reference: Reference, tolerance: Any, steps: int = 3) -> t
 # ---- training ------------------------------------------------------------------------------------
 
 
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 7 s on two cores
-@pytest.mark.parametrize("case", [CASE, TRANSFORMER, TIED, FROZEN], ids=str)
+@pytest.mark.full
+@multi_rank(2, 4)
+@pytest.mark.parametrize("case", [CASE, TIED, FROZEN], ids=str)
 @pytest.mark.parametrize("policy", [GRADIENTS, BOTH], ids=["gradients", "gradients and state"])
+@pytest.mark.parametrize("microbatches", [3, 1])
 def test_offloaded_gradients_train_like_the_reference(
-    case: ModelCase, policy: CPUOffloadPolicy, world_size: int
+    microbatches: int, case: ModelCase, policy: CPUOffloadPolicy, world_size: int
 ) -> None:
-    tolerance = tolerance_for(world_size)
-    train(shard(policy, case), Reference(case, world_size=world_size, microbatches=3), tolerance)
-
-
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 7 s on two cores
-@pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("policy", [GRADIENTS, BOTH], ids=["gradients", "gradients and state"])
-def test_mixed_precision_and_clipping(policy: CPUOffloadPolicy, reduce_dtype: torch.dtype, world_size: int) -> None:
-    precision: Any = {"param_dtype": torch.bfloat16, "reduce_dtype": reduce_dtype}
-    model = shard(policy, mp_policy=MixedPrecisionPolicy(**precision))
-    reference = Reference(CASE, world_size=world_size, microbatches=3, max_norm=0.1, **precision)
-    tolerance = SUM_ORDER if reduce_dtype is torch.float32 or world_size == 2 else BF16_SUM_ORDER
-    with mock.patch.object(nn.utils, "clip_grad_norm_", fsdp2.clip_grad_norm_):
-        train(model, reference, tolerance)
-
-
-def replicated() -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-
-
-@multi_rank(4)
-def test_offloaded_gradients_train_over_replicas() -> None:
-    train(shard(mesh=replicated()), Reference(CASE, world_size=4, microbatches=3), SUM_ORDER)
-
-
-@multi_rank(2)
-def test_one_microbatch_is_as_ever() -> None:
-    train(shard(), Reference(CASE, world_size=2), None)
-
-
-@multi_rank(2)
-def test_without_communication_until_the_last() -> None:
-    """Nothing is reduced before, so nothing waits on the host."""
-    model = shard()
-    reference = Reference(CASE, world_size=2, microbatches=3, accumulation=Accumulation.REDUCE_LAST)
-
-    def before_forward(micro: int) -> None:
-        model.set_requires_gradient_sync(micro == 2)
-        model.set_is_last_backward(micro == 2)
-
-    assert_trains_like(reference, model, adamw(trainable(model)), steps=2, before_forward=before_forward)
+    reference = Reference(case, world_size=world_size, microbatches=microbatches)
+    train(shard(policy, case), reference, tolerance_for(world_size))
 
 
 @multi_rank(2)
@@ -138,7 +98,8 @@ class Branches(nn.Module):
         return self.layers[used](x).square().sum()  # type: ignore[no-any-return]
 
 
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 7 s on two cores
+@pytest.mark.full
+@multi_rank(2, 4)
 @pytest.mark.parametrize("order", [[0, 1], [0, 0, 1], [1, 0, 0], [1, 1]], ids=str)
 def test_groups_that_the_last_backward_does_not_come_to(order: list[int], world_size: int) -> None:
     model, plain = Branches(), Branches()
@@ -193,7 +154,8 @@ def memory() -> dict[int, int]:
     return {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}
 
 
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 7 s on two cores
+@pytest.mark.full
+@multi_rank(2, 4)
 @pytest.mark.parametrize("policy", [GRADIENTS, OffloadPolicy()], ids=["offloaded", "not offloaded"])
 def test_between_backwards_there_are_no_gradients_on_the_device(policy: OffloadPolicy) -> None:
     with host_memory() as on_host:
@@ -273,7 +235,7 @@ def test_a_failed_backward_drops_the_sum() -> None:
 # ---- state, as the policy asks -------------------------------------------------------------------
 
 
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 7 s on two cores
+@multi_rank(2, 4)
 def test_the_policy_offloads_the_optimizer_state(world_size: int) -> None:
     model = shard(STATE)
     optimizer = adamw(trainable(model))

@@ -17,7 +17,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict as torchs_state_dict
 import torch.distributed.fsdp as torchs
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import fsdp2
@@ -33,8 +32,7 @@ from fsdp2 import (
 )
 from fsdp2.core.param import fsdp_param_of
 from tests.harness import FakeWorlds, multi_rank
-from tests.harness.compare import SUM_ORDER
-from tests.harness.models import TRANSFORMER, UNEVEN_MLP, ModelCase
+from tests.harness.models import UNEVEN_MLP, ModelCase
 from tests.harness.shared.strategies import HOW, reference_for, train
 from tests.harness.shared.training import loss_on
 
@@ -66,29 +64,24 @@ def shard(case: ModelCase, **options: Any) -> Any:
     return model
 
 
+@pytest.mark.full
 @multi_rank(2, 4)
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("setting", ["uneven", "transformer", "kept", "mixed precision"])
+@pytest.mark.parametrize("setting", ["uneven", "kept", "mixed precision"])
 def test_it_trains_like_the_reference(setting: str, how: str, world_size: int) -> None:
-    case = TRANSFORMER if setting == "transformer" else UNEVEN_MLP
     options: dict[str, Any] = {"reshard_after_forward": False} if setting == "kept" else {}
     dtypes: dict[str, Any] = {}
     if setting == "mixed precision":
         options["mp_policy"] = MixedPrecisionPolicy(torch.float64, torch.float64)
         dtypes = {"param_dtype": torch.float64, "grad_dtype": torch.float64, "reduce_dtype": torch.float64}
-    model = shard(case, **options)
+    model = shard(UNEVEN_MLP, **options)
     offloaded = rests_on_host(model)
     assert offloaded and len(offloaded) < len(list(model.parameters()))
-    train(reference_for(case, world_size, how, **dtypes), model, how=how)
+    train(reference_for(UNEVEN_MLP, world_size, how, **dtypes), model, how=how)
     assert rests_on_host(model) == offloaded
 
 
-@multi_rank(4)
-def test_over_replicas() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    train(reference_for(UNEVEN_MLP, 4, "one"), shard(UNEVEN_MLP, mesh=mesh), how="one", tolerance=SUM_ORDER)
-
-
+@pytest.mark.full
 @multi_rank(2)
 def test_state_dicts_and_torchs_checkpoint_functions(world_size: int) -> None:
     """What one saves, one without offload loads, and the other way round; optimizers too."""
@@ -113,6 +106,7 @@ def test_state_dicts_and_torchs_checkpoint_functions(world_size: int) -> None:
             assert torch.equal(*states), name
 
 
+@pytest.mark.full
 @multi_rank(2)
 @pytest.mark.parametrize("install", [False, True])
 def test_gradients_in_both_places_are_clipped_together(install: bool, world_size: int) -> None:
@@ -197,19 +191,13 @@ def test_auto_shard_takes_names_of_the_model(simulate: FakeWorlds) -> None:
     chosen = {"blocks.1.big.weight": ON_HOST, "tail.weight": ON_HOST}
     model = fsdp2.auto_shard(Net(), blocks=Block, min_bytes=0, offload_policy=chosen)
     assert rests_on_host(model) == {"blocks.1.big.weight", "head.weight"}, "a tied one by any of its names"
+    assert rests_on_host(copy.deepcopy(model)) == rests_on_host(model)
     assert fsdp2.auto_shard(model, blocks=Block, min_bytes=0, offload_policy=chosen) is model
     with pytest.raises(FSDPValueError, match="offload_policy"):
         fsdp2.auto_shard(model, blocks=Block, min_bytes=0, offload_policy={})
     with pytest.raises(FSDPValueError, match=r"'blocks.2.big.weight'.*Did you mean 'blocks..\.big.weight'"):
         fsdp2.auto_shard(Net(), blocks=Block, min_bytes=0, offload_policy={"blocks.2.big.weight": ON_HOST})
-
-
-def test_copies_and_unwrap(simulate: FakeWorlds) -> None:
-    simulate(2)
-    model = fsdp2.auto_shard(Net(), blocks=Block, min_bytes=0, offload_policy={"blocks.0.big.weight": ON_HOST})
-    assert rests_on_host(copy.deepcopy(model)) == {"blocks.0.big.weight"}
-    plain = fsdp2.unwrap(model)
-    assert all(type(each) is nn.Parameter for each in plain.parameters())
+    assert all(type(each) is nn.Parameter for each in fsdp2.unwrap(model).parameters())
 
 
 def test_a_tied_parameter_rests_where_its_first_call_said(simulate: FakeWorlds) -> None:

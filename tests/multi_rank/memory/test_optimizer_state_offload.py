@@ -19,18 +19,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_optimizer_state_dict,
     get_state_dict,
-    set_optimizer_state_dict,
     set_state_dict,
 )
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, offload_optimizer_state
+from fsdp2 import CPUOffloadPolicy, fully_shard, offload_optimizer_state
 from tests.harness import Reference, adamw, assert_trains_like, multi_rank, tolerance_for
-from tests.harness.compare import SUM_ORDER, assert_same, assert_sharded_same, parameters_of
-from tests.harness.models import FROZEN, TIED, TRANSFORMER, ModelCase
+from tests.harness.compare import assert_same, assert_sharded_same, parameters_of
 from tests.harness.shared.optimizers import EVERY_KIND, MakeOptimizer, loss_of, sgd_momentum, tolerance_of, two_groups
 from tests.harness.shared.training import CASE, shard, trainable
 
@@ -78,7 +75,7 @@ class PerBlock(torch.optim.AdamW):
 # ---- optimizer state -----------------------------------------------------------------------------
 
 
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 4 s on two cores
+@multi_rank(2, 4)
 @pytest.mark.parametrize("make", EVERY_KIND, ids=lambda f: f.__name__)
 def test_every_optimizer_trains_like_the_reference(make: MakeOptimizer, world_size: int) -> None:
     model = shard()
@@ -102,29 +99,7 @@ def step_like(reference: Reference, model: nn.Module, optimizer: torch.optim.Opt
     assert_sharded_same("parameters", parameters_of(model), record.parameters, tolerance=tolerance)
 
 
-@multi_rank(2)
-@pytest.mark.parametrize("case", [TRANSFORMER, TIED, FROZEN], ids=str)
-def test_other_models(case: ModelCase) -> None:
-    model = shard(case)
-    optimizer = two_groups(trainable(model))
-    offload_optimizer_state(optimizer)
-    assert_trains_like(Reference(case, world_size=2, make_optimizer=two_groups), model, optimizer, steps=3)
-
-
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 4 s on two cores
-def test_mixed_precision_accumulation_and_clipping(world_size: int) -> None:
-    precision: Any = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    model = CASE.build()
-    for unit in CASE.units(model):
-        fully_shard(unit, mp_policy=MixedPrecisionPolicy(**precision))
-    optimizer = adamw(trainable(model))
-    offload_optimizer_state(optimizer)
-    reference = Reference(CASE, world_size=world_size, microbatches=3, max_norm=0.1, **precision)
-    with mock.patch.object(nn.utils, "clip_grad_norm_", fsdp2.clip_grad_norm_):
-        assert_trains_like(reference, model, optimizer, steps=3, tolerance=SUM_ORDER)
-
-
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 4 s on two cores
+@multi_rank(2, 4)
 def test_the_state_of_one_group_at_a_time_is_on_the_device() -> None:
     model = shard()
     optimizer = PerBlock(trainable(model))
@@ -139,6 +114,7 @@ def test_the_state_of_one_group_at_a_time_is_on_the_device() -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_what_somebody_holds_is_taken_back_at_the_end() -> None:
     """Of an optimizer that looks at all state first, and computes then."""
@@ -190,33 +166,23 @@ def fails(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         yield
 
 
+@pytest.mark.full
 @multi_rank(2)
-def test_closures_and_schedulers() -> None:
+def test_closures() -> None:
     model = shard()
-    reference = CASE.build()
-    stepped = []
-    for each, ranks in ((model, [dist.get_rank()]), (reference, [0, 1])):
-        optimizer = torch.optim.SGD(trainable(each), lr=0.1, momentum=0.9)
-        if each is model:
-            offload_optimizer_state(optimizer)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        for step in range(3):
-            calls = []
+    optimizer = sgd_momentum(trainable(model))
+    offload_optimizer_state(optimizer)
+    reference = Reference(CASE, world_size=2, make_optimizer=sgd_momentum)
+    for step in range(3):
 
-            def closure(each: Any = each, ranks: Any = ranks, step: int = step, calls: Any = calls) -> Tensor:
-                calls.append(1)
-                each.zero_grad()
-                loss = sum(CASE.loss(each, CASE.batch(0, step, rank)) for rank in ranks) / len(ranks)
-                loss.backward()
-                return loss
+        def closure(step: int = step) -> Tensor:
+            model.zero_grad()
+            loss = loss_of(CASE, model, step)
+            loss.backward()
+            return loss
 
-            optimizer.step(closure)
-            scheduler.step()
-            assert calls == [1]
-        stepped.append(optimizer.param_groups[0]["lr"])
-    expected = {name: parameter.detach() for name, parameter in reference.named_parameters()}
-    assert_sharded_same("parameters", parameters_of(model), expected, tolerance=SUM_ORDER)
-    assert stepped[0] == stepped[1]
+        optimizer.step(closure)
+        assert_sharded_same("parameters", parameters_of(model), reference.step().parameters)
 
 
 @multi_rank(2)
@@ -238,60 +204,37 @@ def test_removing_it_goes_on() -> None:
 # ---- its state dicts -----------------------------------------------------------------------------
 
 
-@multi_rank(2)
-@pytest.mark.parametrize("make", [adamw, sgd_momentum, two_groups], ids=lambda f: f.__name__)
-def test_offloaded_state_goes_through_the_optimizers_own_state_dict(make: MakeOptimizer) -> None:
-    model = shard()
-    optimizer = make(trainable(model))
-    offload_optimizer_state(optimizer)
-    reference = Reference(CASE, world_size=2, make_optimizer=make)
-    assert_trains_like(reference, model, optimizer, steps=2)
-    saved = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
-    second = shard(CASE, CASE.build(seed=1))
-    second_optimizer = make(trainable(second))
-    offload_optimizer_state(second_optimizer)
-    second_optimizer.load_state_dict(saved[0])
-    second.load_state_dict(saved[1])
-    assert_trains_like(reference, second, second_optimizer, steps=2)
-
-
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 4 s on two cores
-@pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
+@pytest.mark.full
+@multi_rank(2, 4)
+@pytest.mark.parametrize("how", ["its own", "sharded", "full"])
 @pytest.mark.parametrize("loads", ["offloaded", "not offloaded"])
-def test_distributed_state_dicts(full: bool, loads: str, world_size: int) -> None:
-    options = StateDictOptions(full_state_dict=full)
+def test_state_dicts(how: str, loads: str, world_size: int) -> None:
+    options = StateDictOptions(full_state_dict=how == "full")
     model = shard()
     optimizer = two_groups(trainable(model))
     offload_optimizer_state(optimizer)
     reference = Reference(CASE, world_size=world_size, make_optimizer=two_groups)
     tolerance = tolerance_for(world_size)
     assert_trains_like(reference, model, optimizer, steps=2, tolerance=tolerance)
-    states = list(copy.deepcopy(get_state_dict(model, optimizer, options=options)))
-    if full:  # which rank 0 alone has
+    found = get_state_dict(model, optimizer, options=options)
+    states: list[Any] = list(copy.deepcopy((model.state_dict(), optimizer.state_dict()) if how == "its own" else found))
+    if how == "full":  # which rank 0 alone has
         dist.broadcast_object_list(states)
+        for name, parameter in reference.model.named_parameters():
+            expected = reference.optimizer.state[parameter]
+            assert_same(name, states[1]["state"][name], expected, tolerance=tolerance)
     second = shard(CASE, CASE.build(seed=1))
     second_optimizer = two_groups(trainable(second))
     if loads == "offloaded":
         offload_optimizer_state(second_optimizer)
-    set_state_dict(second, second_optimizer, model_state_dict=states[0], optim_state_dict=states[1], options=options)
+    if how == "its own":
+        second.load_state_dict(states[0])
+        second_optimizer.load_state_dict(states[1])
+    else:
+        loaded = {"model_state_dict": states[0], "optim_state_dict": states[1]}
+        set_state_dict(second, second_optimizer, **loaded, options=options)
     for _ in range(2):
         step_like(reference, second, second_optimizer, tolerance)
-
-
-@multi_rank(2)
-def test_a_full_state_dict_is_that_of_the_unsharded_optimizer() -> None:
-    model = shard()
-    optimizer = adamw(trainable(model))
-    offload_optimizer_state(optimizer)
-    reference = Reference(CASE, world_size=2)
-    assert_trains_like(reference, model, optimizer, steps=2)
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    found = get_optimizer_state_dict(model, optimizer, options=options)
-    if dist.get_rank() == 0:
-        for name, parameter in reference.model.named_parameters():
-            assert_same(name, found["state"][name], reference.optimizer.state[parameter])
-    set_optimizer_state_dict(model, optimizer, get_optimizer_state_dict(model, optimizer))
-    assert_trains_like(reference, model, optimizer, steps=1)
 
 
 # ---- what makes no sense -------------------------------------------------------------------------

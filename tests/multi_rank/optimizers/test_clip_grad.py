@@ -22,9 +22,8 @@ from fsdp2 import (
     get_total_norm,
 )
 from tests.harness import Reference, assert_same, assert_sharded_same, multi_rank
-from tests.harness.compare import gather, gradients_of
+from tests.harness.compare import gradients_of
 from tests.harness.models import MLP
-from tests.harness.parity.language import UNEVEN, parallelized, world
 from tests.harness.shared.clipping import (
     MAX_NORM,
     NORMS,
@@ -82,6 +81,7 @@ def _backward_of_mixed(model: nn.Module, plain: nn.Module, world_size: int) -> N
     ignored.grad.copy_(plain.other.weight.grad)
 
 
+@pytest.mark.full
 @multi_rank(2, 4)
 def test_a_module_stands_for_all_of_its_parameters(world_size: int) -> None:
     """In its first call and in later ones, after zero_grad, and with an ignored parameter replaced in between."""
@@ -142,21 +142,6 @@ def test_every_order(norm_type: float, foreach: bool | None) -> None:
     assert_sharded_same("clipped gradients", gradients_of(model), clipped, tolerance=TRAINED)
 
 
-@multi_rank(2, 4)
-@pytest.mark.parametrize("norm_type", ORDERS)
-def test_clipping_agrees_with_torch_on_one_axis(norm_type: float) -> None:
-    """Where torch's own can do it."""
-    models = [shard(MLP), shard(MLP)]
-    for model in models:
-        loss_of(MLP, model).backward()
-    mine = clip_grad_norm_(models[0].parameters(), MAX_NORM, norm_type)
-    yours = nn.utils.clip_grad_norm_(models[1].parameters(), MAX_NORM, norm_type)
-    assert_same("norm", {"": mine}, {"": gather(yours)}, tolerance=NORMS)
-    for a, b in zip(*(model.parameters() for model in models), strict=True):
-        assert a.grad is not None and b.grad is not None and a.grad.placements == b.grad.placements
-        assert torch.allclose(a.grad.to_local(), b.grad.to_local(), rtol=NORMS.rtol, atol=NORMS.atol)
-
-
 def with_zeros(kinds: list[Kind], zero: set[int], row: int) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Those of `make`: gradients in ``zero`` are all zeros, others but in their row ``row``."""
     sharded, whole = make(kinds)
@@ -171,6 +156,7 @@ def with_zeros(kinds: list[Kind], zero: set[int], row: int) -> tuple[list[nn.Par
     return sharded, whole
 
 
+@pytest.mark.full
 @multi_rank(4)
 @pytest.mark.parametrize("row", [0, 2])
 def test_order_zero_counts_gradients_like_torch(row: int) -> None:
@@ -231,24 +217,7 @@ def test_order_zero_over_further_ranks() -> None:
 # ---- mixtures ------------------------------------------------------------------------------------
 
 
-@multi_rank(2, 4)
-@pytest.mark.parametrize("norm_type", ORDERS)
-@pytest.mark.parametrize("foreach", [None, False])
-def test_sharded_replicated_and_plain(norm_type: float, foreach: bool | None, world_size: int) -> None:
-    dp = named_mesh(dp=world_size)
-    kinds = [
-        Kind((7, 3)),
-        Kind((8, 3), dp, (Shard(0),)),
-        Kind((1, 3), dp, (Shard(0),)),
-        Kind((3, 8), dp, (Shard(1),)),
-        Kind((5,), dp, (Replicate(),)),
-        Kind((0, 3), dp, (Shard(0),)),
-        Kind((), dp, (Replicate(),)),
-        Kind((9, 2), dp, (Shard(0),), has_gradient=False),
-    ]
-    assert_clips(kinds, norm_type=norm_type, foreach=foreach, carried=[2 if norm_type == float("inf") else 1])
-
-
+@pytest.mark.full
 @multi_rank(4)
 @pytest.mark.parametrize("norm_type", ORDERS)
 def test_four_meshes(norm_type: float) -> None:
@@ -286,22 +255,6 @@ def test_drawn_mixtures(seed: int) -> None:
 
     kinds = [Kind((3, 3)), *(kind() for _ in range(12))]
     assert_clips(kinds, norm_type=draw.choice(ORDERS), foreach=draw.choice([None, False]), tolerance=ROUNDED)
-
-
-@multi_rank(4)
-def test_strided_shards() -> None:
-    model = parallelized(UNEVEN, world(2, 2))
-    generator = torch.Generator().manual_seed(1)
-    whole = [torch.randn(each.shape, generator=generator) for each in model.parameters()]
-    for parameter, gradient in zip(model.parameters(), whole, strict=True):
-        replicated = DTensor.from_local(
-            gradient, parameter.device_mesh, [Replicate()] * len(parameter.placements), run_check=False
-        )
-        parameter.grad = replicated.redistribute(placements=parameter.placements)
-    norm = clip_grad_norm_(model.parameters(), MAX_NORM)
-    assert_same("norm", {"": norm}, {"": expected_norm(whole, 2.0)}, tolerance=NORMS)
-    clipped = named([gradient * (MAX_NORM / (expected_norm(whole, 2.0) + 1e-6)) for gradient in whole])
-    assert_sharded_same("clipped", named([each.grad for each in model.parameters()]), clipped, tolerance=NORMS)
 
 
 @multi_rank(2, 4)
@@ -468,6 +421,7 @@ def test_the_two_halves() -> None:
             assert torch.allclose(a.grad.to_local(), other.grad.to_local(), rtol=NORMS.rtol, atol=NORMS.atol)
 
 
+@pytest.mark.full
 @multi_rank(2)
 @pytest.mark.parametrize("passed", ["originals", "unsharded"])
 def test_predecessors_stand_for_the_sharded_parameters(passed: str) -> None:
@@ -487,18 +441,7 @@ def test_predecessors_stand_for_the_sharded_parameters(passed: str) -> None:
     assert_same("norm", {"": clip_grad_norm_(model.parameters(), 1.0)}, {"": torch.tensor(MAX_NORM)}, tolerance=TRAINED)
 
 
-@multi_rank(2)
-def test_gradients_are_written_in_place() -> None:
-    model = shard()
-    loss_of(CASE, model).backward()
-    locals_before = [each.grad.to_local() for each in model.parameters()]
-    versions = [each._version for each in locals_before]
-    clip_grad_norm_(model.parameters(), MAX_NORM)
-    for parameter, local, version in zip(model.parameters(), locals_before, versions, strict=True):
-        assert parameter.grad.to_local().data_ptr() == local.data_ptr()
-        assert local._version > version or not local.numel()
-
-
+@pytest.mark.full
 @multi_rank(2)
 def test_a_model_whose_gradients_were_clipped_is_collected() -> None:
     """What a root remembers of its parameters goes with it."""

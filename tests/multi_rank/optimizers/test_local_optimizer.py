@@ -13,158 +13,29 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2
-from fsdp2 import CPUOffloadPolicy, FSDPNotImplementedError, FSDPValueError, MixedPrecisionPolicy, fully_shard
-from tests.harness import Reference, assert_trains_like, multi_rank, others_full, tolerance_for
+from fsdp2 import FSDPNotImplementedError, FSDPValueError, fully_shard
+from tests.harness import Reference, multi_rank, tolerance_for
 from tests.harness.compare import assert_same, assert_sharded_same, parameters_of
-from tests.harness.models import CONV, FROZEN, MLP, TIED, TRANSFORMER, ModelCase
+from tests.harness.models import MLP
 from tests.harness.shared.optimizers import (
     EVERY_KIND,
     FUSED,
     MakeOptimizer,
     Parameters,
-    adamw_for_loop,
     adamw_foreach,
-    adamw_fused,
-    assert_states_same,
     local_like,
     loss_of,
     number_of_runs,
-    rmsprop,
-    sgd_momentum,
-    through_dtensor,
-    tolerance_of,
-    two_groups,
 )
-from tests.harness.shared.owned import FROZEN_NET, MIXED_NET, NET, sharded
 from tests.harness.shared.training import CASE, shard, trainable
 
 FORMS = pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
 
 
-def rprop(parameters: Parameters) -> torch.optim.Optimizer:
-    """Fails on DTensors: it writes through a mask."""
-    return torch.optim.Rprop(parameters, lr=1e-2, foreach=False)
-
-
-FEW = [sgd_momentum, adamw_foreach, adamw_fused, two_groups, rprop]
-"""Those whose steps differ in kind; the others' arithmetic is compared with the plain optimizer's below."""
-
-
-# ---- against the reference -----------------------------------------------------------------------
-
-
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 14 s on two cores
-@FORMS
-@pytest.mark.parametrize(  # full: 16 cases, 12 s
-    "make", others_full([*EVERY_KIND, rprop], FEW), ids=lambda f: f.__name__
-)
-def test_every_optimizer_trains_like_the_reference(make: MakeOptimizer, flat: bool, world_size: int) -> None:
-    """Rows are uneven, and some ranks hold none of the last layer."""
-    model = shard()
-    optimizer = local_like(make(trainable(model)), flat=flat)
-    reference = Reference(CASE, world_size=world_size, make_optimizer=make)
-    assert_trains_like(reference, model, optimizer, steps=3, tolerance=tolerance_of(make, world_size))
-    for parameter, state in optimizer.state.items():
-        for name, value in state.items():
-            if isinstance(value, Tensor) and name != "step":
-                assert isinstance(value, DTensor), name
-                assert (value.shape, value.placements) == (parameter.shape, parameter.placements), name
-
-
-@multi_rank(2, full=[4])  # 8 cases more, 5 s
-@FORMS
-@pytest.mark.parametrize(
-    ("case", "make"),
-    [(TRANSFORMER, adamw_foreach), (TIED, sgd_momentum), (FROZEN, adamw_for_loop), (CONV, adamw_fused)],
-    ids=lambda value: getattr(value, "__name__", None) or str(value),
-)
-def test_other_models(case: ModelCase, make: MakeOptimizer, flat: bool, world_size: int) -> None:
-    model = shard(case)
-    reference = Reference(case, world_size=world_size, make_optimizer=make)
-    optimizer = local_like(make(trainable(model)), flat=flat)
-    assert_trains_like(reference, model, optimizer, steps=3, tolerance=tolerance_of(make, world_size))
-    assert bool(number_of_runs(optimizer)) is flat
-
-
-# ---- against the plain optimizer, bit by bit -----------------------------------------------------
-
-
-def step_both(make: MakeOptimizer, *, flat: bool, steps: int = 3, **settings: object) -> None:
-    """Parameters and state after ``steps`` are those of the plain optimizer on DTensors."""
-    models = [CASE.build() for _ in range(2)]
-    for model in models:
-        for unit in CASE.units(model):
-            fully_shard(unit, **settings)
-    plain = make(trainable(models[0]))
-    mine = local_like(make(trainable(models[1])), flat=flat)
-    for step in range(steps):
-        for model, optimizer in zip(models, (plain, mine), strict=True):
-            loss_of(CASE, model, step).backward()
-            with through_dtensor():
-                optimizer.step()
-            optimizer.zero_grad()
-        assert_same("parameters", *({n: p.to_local() for n, p in model.named_parameters()} for model in models))
-    assert_states_same(mine, plain)
-
-
-def nadam(parameters: Parameters) -> torch.optim.Optimizer:
-    return torch.optim.NAdam(parameters, lr=1e-2, foreach=True)
-
-
-def asgd(parameters: Parameters) -> torch.optim.Optimizer:
-    return torch.optim.ASGD(parameters, lr=1e-2, foreach=False)
-
-
-def adadelta(parameters: Parameters) -> torch.optim.Optimizer:
-    return torch.optim.Adadelta(parameters, lr=1e-2, foreach=True, maximize=True)
-
-
-def adamax(parameters: Parameters) -> torch.optim.Optimizer:
-    return torch.optim.Adamax(parameters, lr=1e-2, foreach=False)
-
-
-def radam(parameters: Parameters) -> torch.optim.Optimizer:
-    return torch.optim.RAdam(parameters, lr=1e-2, foreach=False)
-
-
-def adam_capturable(parameters: Parameters) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=torch.tensor(1e-2), eps=1e-3, fused=True, amsgrad=True)
-
-
-@multi_rank(2, full=[4])  # 14 cases more, 4 s
-@pytest.mark.parametrize(
-    "make",
-    [*EVERY_KIND, nadam, asgd, adadelta, adamax, radam, adam_capturable],
-    ids=lambda f: f.__name__,
-)
-def test_steps_like_the_plain_optimizer(make: MakeOptimizer) -> None:
-    step_both(make, flat=False)
-
-
-@multi_rank(4, full=[2])  # 9 cases more, 2 s
-@pytest.mark.parametrize(
-    "make",
-    [sgd_momentum, adamw_foreach, adamw_for_loop, rmsprop, nadam, asgd, adadelta, adamax, radam],
-    ids=lambda f: f.__name__,
-)
-def test_the_flat_form_steps_like_the_plain_optimizer(make: MakeOptimizer) -> None:
-    """Of kernels that round alike wherever an element lies (fused ones on a CPU do not)."""
-    step_both(make, flat=True)
-
-
-@multi_rank(2)
-@FORMS
-@pytest.mark.parametrize("offloaded", [False, True])
-def test_mixed_precision_and_offloaded_parameters(flat: bool, offloaded: bool) -> None:
-    settings: dict[str, object] = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
-    if offloaded:
-        settings["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
-    step_both(adamw_foreach, flat=flat, **settings)
-
-
 # ---- other meshes, and what is not sharded -------------------------------------------------------
 
 
+@pytest.mark.full
 @multi_rank(4)
 @FORMS
 def test_replicas_and_tensor_parallelism(flat: bool) -> None:
@@ -199,76 +70,6 @@ def test_replicas_and_tensor_parallelism(flat: bool) -> None:
 # ---- runs ----------------------------------------------------------------------------------------
 
 
-class Choosing(nn.Module):
-    """Four layers, of which some may be left out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(4))
-
-    def forward(self, x: Tensor, chosen: tuple[int, ...]) -> Tensor:
-        for index in chosen:
-            x = torch.tanh(self.layers[index](x))
-        return x
-
-
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 14 s on two cores
-@FORMS
-@pytest.mark.parametrize("make", [sgd_momentum, adamw_foreach], ids=lambda f: f.__name__)
-def test_parameters_without_gradients(make: MakeOptimizer, flat: bool, world_size: int) -> None:
-    """Which parameters have one changes from step to step; those without are not stepped, and count no step."""
-    model, plain = Choosing(), Choosing()
-    fully_shard(model)
-    optimizer, reference = local_like(make(trainable(model)), flat=flat), make(trainable(plain))
-    runs = []
-    for chosen in [(0, 1, 2, 3), (0, 1, 2, 3), (0, 1, 3), (0, 1, 2, 3), (1,), (2, 3), (), (0, 1, 2, 3)]:
-        x = torch.arange(10.0).view(2, 5).sin()
-        for each, stepping in ((model, optimizer), (plain, reference)):
-            output = each(x, chosen).square().sum()
-            if chosen:
-                output.backward()
-            stepping.step()
-            stepping.zero_grad()
-        runs.append(number_of_runs(optimizer))
-        expected = {name: parameter.detach() for name, parameter in plain.named_parameters()}
-        assert_sharded_same("parameters", parameters_of(model), expected, tolerance=tolerance_for(world_size))
-    counts = [optimizer.state[p].get("step") for p in model.parameters()]
-    assert counts == [reference.state[p].get("step") for p in plain.parameters()]
-    assert (runs[0] > 0) is flat
-    assert runs[:2] == ([1, 1] if flat else [0, 0])
-
-
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 14 s on two cores
-@FORMS
-@pytest.mark.parametrize("make", [sgd_momentum, adamw_foreach, adamw_fused], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("case", [NET, FROZEN_NET, MIXED_NET], ids=lambda case: case.name)
-def test_owned_parameters(case: ModelCase, make: MakeOptimizer, flat: bool, world_size: int) -> None:
-    """Those of several owners have one place in memory, which each rank steps on for its own only."""
-    model = sharded(case)
-    optimizer = local_like(make(trainable(model)), flat=flat)
-    reference = Reference(case, world_size=world_size, make_optimizer=make)
-    assert_trains_like(reference, model, optimizer, steps=3, tolerance=tolerance_of(make, world_size))
-    if flat:
-        counts = [torch.zeros(()) for _ in range(world_size)]
-        dist.all_gather(counts, torch.tensor(float(number_of_runs(optimizer))))
-        assert sum(counts) > 0, "some are stepped on together"
-
-
-@multi_rank(2)
-def test_parameter_groups_divide_a_run() -> None:
-    model = shard(MLP)
-    first, second = (list(module.parameters()) for module in list(model.children())[0:3:2])
-    optimizer = fsdp2.optim.local(
-        torch.optim.SGD, [{"params": first}, {"params": second, "lr": 0.0}], lr=0.1, flat=True
-    )
-    before = [parameter.to_local().clone() for parameter in second]
-    loss_of(MLP, model).backward()
-    optimizer.step()
-    assert all(torch.equal(a, b.to_local()) for a, b in zip(before, second, strict=True))
-    assert all(parameter.grad is not None for parameter in first)
-
-
 class Scaled(nn.Module):
     """Between two trainable parameters a frozen one so small that it fits in the alignment of their gradients."""
 
@@ -284,6 +85,7 @@ class Scaled(nn.Module):
         return (x * self.scale * self.frozen) @ self.weight.t().tanh() + self.shift.sum()
 
 
+@pytest.mark.full
 @multi_rank(2, 4)
 def test_small_frozen_parameters_are_not_stepped_on(world_size: int) -> None:
     model, plain = Scaled(), Scaled()
@@ -302,7 +104,8 @@ def test_small_frozen_parameters_are_not_stepped_on(world_size: int) -> None:
     assert_sharded_same("parameters", parameters_of(model), parameters_of(plain), tolerance=tolerance_for(world_size))
 
 
-@multi_rank(4, full=[2])  # 8 cases more, 2 s
+@pytest.mark.full
+@multi_rank(2, 4)
 @pytest.mark.parametrize("make", EVERY_KIND, ids=lambda f: f.__name__)
 def test_padding_stays_zero(make: MakeOptimizer) -> None:
     model = shard()
@@ -319,32 +122,7 @@ def test_padding_stays_zero(make: MakeOptimizer) -> None:
             assert not buffers.shard[padding].any()
 
 
-@multi_rank(2)
-@pytest.mark.parametrize("hooked", [False, True])
-def test_accumulated_gradients_and_those_of_tensor_hooks(hooked: bool) -> None:
-    """The former add up on the group's buffer; the latter lie elsewhere, and are stepped on one by one."""
-    models = [shard(), shard()]
-    optimizers = [adamw_foreach(trainable(models[0])), local_like(adamw_foreach(trainable(models[1])), flat=True)]
-    for model in models if hooked else ():
-        for parameter in model.parameters():
-            parameter.register_hook(lambda gradient: gradient * 2)
-    for step in range(3):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            loss_of(CASE, model, step).backward()
-            loss_of(CASE, model, step + 1).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert_same("parameters", *({n: p.to_local() for n, p in model.named_parameters()} for model in models))
-        assert number_of_runs(optimizers[1]) == (0 if hooked else 3)
-
-
-@multi_rank(2)
-@FORMS
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
-def test_strategies(strategy: str, flat: bool) -> None:
-    step_both(adamw_foreach, flat=flat, strategy=strategy)
-
-
+@pytest.mark.full
 @multi_rank(2)
 @FORMS
 def test_what_the_model_gives_up_is_freed(flat: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2
 from fsdp2 import FSDPValueError, fully_shard
-from tests.harness import Reference, assert_trains_like, multi_rank, others_full, tolerance_for
+from tests.harness import Reference, assert_trains_like, multi_rank, tolerance_for
 from tests.harness.compare import assert_sharded_same, parameters_of
 from tests.harness.shared.optimizers import (
     MakeOptimizer,
@@ -37,69 +37,18 @@ from tests.harness.shared.optimizers import (
     local_like,
     loss_of,
     number_of_runs,
-    rmsprop,
     sgd_momentum,
     tolerance_of,
     two_groups,
 )
 from tests.harness.shared.training import CASE, shard, trainable
+from tests.multi_rank.optimizers.helpers import formed
 
 FORMS = pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
-KINDS = [sgd_momentum, adamw_foreach, adamw_fused, rmsprop, two_groups]
 WAYS = ["plain_to_each", "plain_to_flat", "each_to_plain", "flat_to_plain", "each_to_flat", "flat_to_each"]
 
 
-def made_as(form: str, make: MakeOptimizer, model: nn.Module) -> torch.optim.Optimizer:
-    """The plain optimizer, or that of `fsdp2.optim.local` in one of its forms."""
-    plain = make(trainable(model))
-    return plain if form == "plain" else local_like(plain, flat=form == "flat")
-
-
 # ---- checkpoints ---------------------------------------------------------------------------------
-
-
-@multi_rank(2)
-@pytest.mark.parametrize(  # full: 18 cases, 5 s
-    "make", others_full(KINDS, [adamw_foreach, two_groups]), ids=lambda f: f.__name__
-)
-@pytest.mark.parametrize("way", WAYS)
-def test_state_dicts_go_from_one_to_the_other(way: str, make: MakeOptimizer, world_size: int) -> None:
-    """By the optimizers' own methods, through a file of this rank."""
-    source, _, target = way.split("_")
-    model = shard()
-    optimizer = made_as(source, make, model)
-    reference = Reference(CASE, world_size=world_size, make_optimizer=make)
-    tolerance = tolerance_of(make, world_size)
-    assert_trains_like(reference, model, optimizer, steps=2, tolerance=tolerance)
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
-    second = shard(model=CASE.build(seed=1))
-    second_optimizer = made_as(target, make, second)
-    second_optimizer.load_state_dict(torch.load(file, weights_only=False))
-    second.load_state_dict(model.state_dict())
-    assert_trains_like(reference, second, second_optimizer, steps=2, tolerance=tolerance)
-
-
-@multi_rank(2, full=[4])  # 12 cases more, 4 s
-@pytest.mark.parametrize("api", ["sharded", "full"])
-@pytest.mark.parametrize("way", WAYS)
-def test_distributed_state_dicts_go_from_one_to_the_other(way: str, api: str, world_size: int) -> None:
-    source, _, target = way.split("_")
-    options = StateDictOptions(full_state_dict=api == "full")
-    model = shard()
-    optimizer = made_as(source, adamw_foreach, model)
-    reference = Reference(CASE, world_size=world_size, make_optimizer=adamw_foreach)
-    tolerance = tolerance_for(world_size)
-    assert_trains_like(reference, model, optimizer, steps=2, tolerance=tolerance)
-    states = list(copy.deepcopy(get_state_dict(model, optimizer, options=options)))
-    if api == "full":  # which rank 0 alone has
-        dist.broadcast_object_list(states)
-    second = shard(model=CASE.build(seed=1))
-    second_optimizer = made_as(target, adamw_foreach, second)
-    set_state_dict(second, second_optimizer, model_state_dict=states[0], optim_state_dict=states[1], options=options)
-    assert_trains_like(reference, second, second_optimizer, steps=3, tolerance=tolerance_for(world_size))
-    assert target == "plain" or bool(number_of_runs(second_optimizer)) is (target == "flat")
 
 
 def shared_folder(path: Path) -> Path:
@@ -109,62 +58,81 @@ def shared_folder(path: Path) -> Path:
     return Path(folders[0])
 
 
-@multi_rank(2)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("loading", ["set", "in_place"])
-def test_distributed_checkpoints_go_from_one_to_the_other(way: str, loading: str, tmp_path: Path) -> None:
-    """``in_place``: `dcp.load` writes into the optimizer's own tensors, and nothing is set."""
-    source, _, target = way.split("_")
-    folder = shared_folder(tmp_path)
-    model = shard()
-    optimizer = made_as(source, adamw_for_loop, model)
-    reference = Reference(CASE, world_size=2, make_optimizer=adamw_for_loop)
-    assert_trains_like(reference, model, optimizer, steps=2)
-    dcp.save({"m": model.state_dict(), "o": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder)
-    second = shard(model=CASE.build(seed=1))
-    second_optimizer = made_as(target, adamw_for_loop, second)
-    if loading == "in_place":  # there is a state, of another step
-        for step in range(3):
-            loss_of(CASE, second, step).backward()
-            second_optimizer.step()
-            second_optimizer.zero_grad()
-    state: dict[str, Any] = {"m": second.state_dict(), "o": get_optimizer_state_dict(second, second_optimizer)}
+Pair = tuple[nn.Module, torch.optim.Optimizer]
+
+
+def by_the_optimizers_methods(saved: Pair, second: Pair, folder: Path) -> None:
+    """Through a file of this rank."""
+    file = io.BytesIO()
+    torch.save(saved[1].state_dict(), file)
+    file.seek(0)
+    second[1].load_state_dict(torch.load(file, weights_only=False))
+    second[0].load_state_dict(saved[0].state_dict())
+
+
+def by_sharded_state_dicts(saved: Pair, second: Pair, folder: Path, full: bool = False) -> None:
+    options = StateDictOptions(full_state_dict=full)
+    states = list(copy.deepcopy(get_state_dict(*saved, options=options)))
+    if full:  # which rank 0 alone has
+        dist.broadcast_object_list(states)
+    set_state_dict(*second, model_state_dict=states[0], optim_state_dict=states[1], options=options)
+
+
+def by_full_state_dicts(saved: Pair, second: Pair, folder: Path) -> None:
+    by_sharded_state_dicts(saved, second, folder, full=True)
+
+
+def by_checkpoints(saved: Pair, second: Pair, folder: Path) -> None:
+    dcp.save({"m": saved[0].state_dict(), "o": get_optimizer_state_dict(*saved)}, checkpoint_id=folder)
+    state: dict[str, Any] = {"m": second[0].state_dict(), "o": get_optimizer_state_dict(*second)}
     dcp.load(state, checkpoint_id=folder)
-    if loading == "set":
-        set_optimizer_state_dict(second, second_optimizer, state["o"])
-    assert_trains_like(reference, second, second_optimizer, steps=2)
+    set_optimizer_state_dict(*second, state["o"])
 
 
-@multi_rank(2)
-@FORMS
-def test_states_are_shown_and_written(flat: bool) -> None:
-    """What is read between steps is what the step made, and what is written there the next step takes."""
-    model, plain_model = shard(), shard()
-    optimizer, plain = local_like(adamw_foreach(trainable(model)), flat=flat), adamw_foreach(trainable(plain_model))
-    pairs = list(zip(model.parameters(), plain_model.parameters(), strict=True))
-    held = None
-    for step in range(4):
-        for each, stepping in ((model, optimizer), (plain_model, plain)):
-            loss_of(CASE, each, step).backward()
-            stepping.step()
-            stepping.zero_grad()
-        if step == 0:
-            held = optimizer.state
-        if step == 1:
-            for each in (optimizer, plain):
-                first, second = list(each.state)[:2]
-                each.state[first]["step"].fill_(7.0)
-                each.state[second]["exp_avg"].mul_(0.5)
-                each.state[second]["exp_avg_sq"] = each.state[second]["exp_avg_sq"] * 2
-                del each.state[list(each.state)[2]]
-        for mine, other in pairs:
-            assert torch.equal(mine.to_local(), other.to_local())
-    assert optimizer.state is held
-    for mine, other in pairs:
-        assert optimizer.state[mine]["step"] == plain.state[other]["step"]
-        assert torch.equal(optimizer.state[mine]["exp_avg"].to_local(), plain.state[other]["exp_avg"].to_local())
+def by_checkpoints_in_place(saved: Pair, second: Pair, folder: Path) -> None:
+    """`dcp.load` writes into the optimizer's own tensors, of another step, and nothing is set."""
+    model, optimizer = second
+    for step in range(3):
+        loss_of(CASE, model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dcp.save({"m": saved[0].state_dict(), "o": get_optimizer_state_dict(*saved)}, checkpoint_id=folder)
+    dcp.load({"m": model.state_dict(), "o": get_optimizer_state_dict(*second)}, checkpoint_id=folder)
 
 
+HOW = (
+    *(by_the_optimizers_methods, by_sharded_state_dicts, by_full_state_dicts),
+    *(by_checkpoints, by_checkpoints_in_place),
+)
+
+
+@pytest.mark.full
+@multi_rank(2, 4)
+@pytest.mark.parametrize("make", [adamw_for_loop, adamw_fused, sgd_momentum, two_groups], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("how", HOW, ids=lambda f: f.__name__)
+def test_states_go_from_one_to_the_other(
+    how: Callable[[Pair, Pair, Path], None], way: str, make: MakeOptimizer, world_size: int, tmp_path: Path
+) -> None:
+    source, _, target = way.split("_")
+    model = shard()
+    optimizer = formed(source, make(trainable(model)))
+    reference = Reference(CASE, world_size=world_size, make_optimizer=make)
+    tolerance = tolerance_of(make, world_size)
+    assert_trains_like(reference, model, optimizer, steps=2, tolerance=tolerance)
+    second = shard(model=CASE.build(seed=1))
+    second_optimizer = formed(target, make(trainable(second)))
+    how((model, optimizer), (second, second_optimizer), shared_folder(tmp_path))
+    for _ in range(2):
+        loss_of(CASE, second, reference.steps_done).backward()
+        second_optimizer.step()
+        second_optimizer.zero_grad()
+        assert_sharded_same("parameters", parameters_of(second), reference.step().parameters, tolerance=tolerance)
+    if target != "plain" and make is not two_groups:  # in which no two parameters lie side by side
+        assert bool(number_of_runs(second_optimizer)) is (target == "flat")
+
+
+@pytest.mark.full
 @multi_rank(2)
 @FORMS
 def test_counters_in_state_dicts_are_each_parameters_own(flat: bool) -> None:
@@ -213,23 +181,6 @@ def test_copies_and_pickles(flat: bool) -> None:
 # ---- parameters that change ----------------------------------------------------------------------
 
 
-@multi_rank(2, full=[4])  # 10 cases more, 4 s
-@FORMS
-@pytest.mark.parametrize("make", KINDS, ids=lambda f: f.__name__)
-def test_made_before_wrapping(make: MakeOptimizer, flat: bool, world_size: int) -> None:
-    """Of whole parameters, which it has stepped; the guard puts the sharded ones in their place."""
-    model = CASE.build()
-    optimizer = local_like(make(trainable(model)), flat=flat)
-    reference = Reference(CASE, world_size=world_size, make_optimizer=make)
-    for record in reference.run(2):
-        for name, parameter in model.named_parameters():
-            parameter.grad = record.gradients[name]
-        optimizer.step()
-        optimizer.zero_grad()
-    shard(CASE, model)
-    assert_trains_like(reference, model, optimizer, steps=2, tolerance=tolerance_of(make, world_size))
-
-
 @multi_rank(2)
 @FORMS
 def test_assigned_converted_and_unwrapped(flat: bool) -> None:
@@ -258,27 +209,6 @@ def test_assigned_converted_and_unwrapped(flat: bool) -> None:
 
 @multi_rank(2)
 @FORMS
-def test_frozen_and_thawed(flat: bool) -> None:
-    model, plain = shard(), CASE.build()
-    optimizer, reference = local_like(adamw_foreach(trainable(model)), flat=flat), adamw_foreach(trainable(plain))
-    for step in range(5):
-        for each in (model, plain):
-            each[2].weight.requires_grad_(step not in (1, 2))
-        loss_of(CASE, model, step).backward()
-        total = None
-        for rank in range(2):
-            loss = CASE.loss(plain, CASE.batch(0, step, rank)) / 2
-            total = loss if total is None else total + loss
-        total.backward()
-        for each in (optimizer, reference):
-            each.step()
-            each.zero_grad()
-        expected = {name: parameter.detach() for name, parameter in plain.named_parameters()}
-        assert_sharded_same("parameters", parameters_of(model), expected, tolerance=tolerance_for(4))
-
-
-@multi_rank(2)
-@FORMS
 def test_groups_that_are_added(flat: bool) -> None:
     model = shard()
     first, *rest = trainable(model)
@@ -293,55 +223,6 @@ def test_groups_that_are_added(flat: bool) -> None:
 
 
 # ---- schedulers, scalers, hooks, closures --------------------------------------------------------
-
-
-@multi_rank(2)
-@FORMS
-def test_schedulers(flat: bool) -> None:
-    """They wrap ``step`` of the instance, and warn if it was not called."""
-    model, plain = shard(), shard()
-    optimizers = [local_like(adamw_foreach(trainable(model)), flat=flat), adamw_foreach(trainable(plain))]
-    assert isinstance(optimizers[0], torch.optim.AdamW)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        schedulers = [torch.optim.lr_scheduler.OneCycleLR(each, 0.1, total_steps=5) for each in optimizers]
-        for step in range(4):
-            for each, optimizer, scheduler in zip((model, plain), optimizers, schedulers, strict=True):
-                loss_of(CASE, each, step).backward()
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-            assert schedulers[0].get_last_lr() == schedulers[1].get_last_lr()
-            for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
-                assert torch.equal(mine.to_local(), other.to_local())
-
-
-@multi_rank(2, full=[4])  # 4 cases more, 1 s
-@FORMS
-@pytest.mark.parametrize("make", [adamw_foreach, adamw_fused], ids=lambda f: f.__name__)
-def test_grad_scaler(make: MakeOptimizer, flat: bool, world_size: int) -> None:
-    """An infinity on one rank makes all ranks skip; ``fused`` unscales and skips inside its step."""
-    model = shard()
-    optimizer = local_like(make(trainable(model)), flat=flat)
-    reference = Reference(CASE, world_size=world_size, make_optimizer=make)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
-    tolerance = tolerance_of(make, world_size)
-    for step in range(4):
-        scaler.scale(loss_of(CASE, model, step if step < 2 else step - 1)).backward()
-        if step == 2:
-            if dist.get_rank() == world_size - 1:
-                model[0].weight.grad.to_local()[0, 0] = float("inf")
-            before = [parameter.to_local().clone() for parameter in model.parameters()]
-        if step == 1 and make is adamw_foreach:
-            scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        if step == 2:
-            assert scaler.get_scale() == 2.0**9
-            assert all(torch.equal(a, b.to_local()) for a, b in zip(before, model.parameters(), strict=True))
-        else:
-            assert_sharded_same("parameters", parameters_of(model), reference.step().parameters, tolerance=tolerance)
 
 
 @multi_rank(2)
@@ -400,27 +281,7 @@ def test_closures(flat: bool) -> None:
         assert_sharded_same("parameters", parameters_of(model), reference.step().parameters)
 
 
-@multi_rank(2)
-@FORMS
-def test_a_step_that_raises_can_be_repeated(flat: bool) -> None:
-    model = shard()
-    optimizer = local_like(adamw_foreach(trainable(model)), flat=flat)
-    reference = Reference(CASE, world_size=2, make_optimizer=adamw_foreach)
-    assert_trains_like(reference, model, optimizer, steps=1)
-    loss_of(CASE, model, 1).backward()
-    rate = optimizer.param_groups[0]["lr"]
-    optimizer.param_groups[0]["lr"] = "much"
-    with pytest.raises(TypeError):
-        optimizer.step()
-    optimizer.param_groups[0]["lr"] = rate
-    assert all(isinstance(p, DTensor) for p in optimizer.param_groups[0]["params"])
-    for state in optimizer.state.values():
-        state["step"].fill_(1.0)  # which had been counted
-    for state, other in zip(optimizer.state.values(), reference.optimizer.state.values(), strict=True):
-        assert state["exp_avg"].shape == other["exp_avg"].shape
-
-
-@multi_rank(2, full=[4])  # 12 cases more, 3 s
+@multi_rank(2, 4)
 @FORMS
 @pytest.mark.parametrize("make", [adamw_foreach, two_groups, sgd_momentum], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("stepped", [0, 1])
@@ -454,6 +315,7 @@ def test_offloaded_state(stepped: int, make: MakeOptimizer, flat: bool, world_si
     assert_trains_like(reference, model, optimizer, steps=2, tolerance=tolerance_for(world_size))
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_one_optimizer_for_two_models() -> None:
     models = [shard(), CASE.build()]

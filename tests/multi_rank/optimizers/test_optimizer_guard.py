@@ -108,6 +108,7 @@ def test_the_guard_keeps_no_optimizer_and_no_model_alive() -> None:
     assert [ref() for ref in refs] == [None, None, None]
 
 
+@pytest.mark.full
 @multi_rank(4)
 def test_a_step_is_seen_by_the_groups_of_every_mesh() -> None:
     """Of one call: what is whole is gathered again in each of them, though the kernel has moved no counter."""

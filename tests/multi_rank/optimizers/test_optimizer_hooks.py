@@ -8,11 +8,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import FSDPError, FSDPModule, FSDPNotImplementedError, MixedPrecisionPolicy, fully_shard
-from tests.harness import Reference, adamw, assert_trains_like, multi_rank, tolerance_for
+from fsdp2 import FSDPError, FSDPNotImplementedError, MixedPrecisionPolicy, fully_shard
+from tests.harness import Reference, adamw, multi_rank, tolerance_for
 from tests.harness.compare import assert_same, assert_sharded_same, parameters_of
-from tests.harness.models import FROZEN, TIED, TRANSFORMER, UNEVEN_MLP, ModelCase
-from tests.harness.shared.optimizers import MakeOptimizer, Parameters, copy_values, loss_of, sgd_momentum
+from tests.harness.models import TIED, ModelCase
+from tests.harness.shared.optimizers import MakeOptimizer, Parameters, loss_of, sgd_momentum
 from tests.harness.shared.training import CASE, shard, trainable
 
 
@@ -32,10 +32,11 @@ def step_in_backward(parameters: Parameters, make: MakeOptimizer) -> list[torch.
     return optimizers
 
 
+@pytest.mark.full
 @multi_rank(2, 4)
 @pytest.mark.parametrize(
     ("case", "make"),
-    [(CASE, adamw), (TRANSFORMER, adamw), (TIED, sgd_momentum), (FROZEN, adamw)],
+    [(CASE, adamw), (TIED, sgd_momentum)],
     ids=lambda value: getattr(value, "__name__", None) or str(value),
 )
 def test_optimizer_steps_in_backward(make: MakeOptimizer, case: ModelCase, world_size: int) -> None:
@@ -119,23 +120,7 @@ def test_gradient_hooks_are_called_or_refused(registered: str) -> None:
         assert seen == [1]
 
 
-@multi_rank(2)
-@pytest.mark.parametrize("kept", ["after_forward", "after_backward"])
-def test_optimizer_steps_in_backward_while_parameters_stay_unsharded(kept: str) -> None:
-    model = shard()
-    assert isinstance(model, FSDPModule)
-    step_in_backward(trainable(model), adamw)
-    if kept == "after_forward":
-        model.set_reshard_after_forward(False)
-    else:
-        model.set_reshard_after_backward(False)
-    reference = Reference(CASE, world_size=2)
-    for step in range(3):
-        loss_of(CASE, model, step).backward()
-        record = reference.step()
-        assert_sharded_same(f"parameters after step {step}", model.state_dict(), record.parameters)
-
-
+@pytest.mark.full
 @multi_rank(2)
 def test_hooks_and_attributes_of_a_parameter_survive_wrapping() -> None:
     model = CASE.build()
@@ -148,52 +133,6 @@ def test_hooks_and_attributes_of_a_parameter_survive_wrapping() -> None:
     model.to("cpu")  # conversions swap the parameter's contents
     loss_of(CASE, model, 1).backward()
     assert seen == [(97, 13)] * 2
-
-
-class Repeated(nn.Module):
-    """Calls one block three times and another layer twice: their gradients are complete only after the last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(13, 13)
-        self.block = nn.Sequential(nn.Linear(13, 7), nn.GELU(), nn.Linear(7, 13))
-        self.last = nn.Linear(13, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for _ in range(3):
-            x = x + self.block(x)
-        return self.last(self.first(x))
-
-
-REPEATED = ModelCase("repeated", Repeated, UNEVEN_MLP.make_batch, ("first", "block"), UNEVEN_MLP.loss_of)
-
-
-@multi_rank(2)
-def test_optimizer_steps_in_backward_of_modules_called_several_times() -> None:
-    model = shard(REPEATED)
-    optimizers = step_in_backward(trainable(model), adamw)
-    reference = Reference(REPEATED, world_size=2)
-    for step in range(3):
-        loss_of(REPEATED, model, step).backward()
-        assert_sharded_same(f"step {step}", parameters_of(model), reference.step().parameters)
-    assert len(optimizers) == 8
-
-
-@multi_rank(2)
-def test_a_step_between_forward_and_backward_is_an_error() -> None:
-    """As on a plain model, where autograd finds the saved weights modified."""
-    model = shard()
-    optimizer = adamw(trainable(model))
-    loss_of(CASE, model).backward()
-    loss = loss_of(CASE, model)
-    optimizer.step()
-    with pytest.raises(RuntimeError, match=r"between a forward and its backward"):
-        loss.backward()
-    optimizer.zero_grad()
-    reference = Reference(CASE, world_size=2)
-    copy_values(CASE.build(), model)
-    assert_trains_like(reference, model, adamw(trainable(model)), steps=2)
 
 
 @multi_rank(2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from tests.harness.shared.optimizers import (
     adagrad,
     copy_values,
     distributed_like,
+    local_like,
     loss_of,
     sgd,
     sgd_momentum,
@@ -178,32 +180,16 @@ def check_moment(moment: Callable[..., Built], case: ModelCase, make: MakeOptimi
         finish_step(reference, model, optimizer, tolerance)
 
 
-@multi_rank(2)
+@pytest.mark.full
+@multi_rank(2, 4)
 @pytest.mark.parametrize("moment", MOMENTS, ids=lambda f: f.__name__)
-def test_built_at_any_moment(moment: Callable[..., Built]) -> None:
-    check_moment(moment, CASE, two_groups)
+@pytest.mark.parametrize("make", [two_groups, adagrad], ids=lambda f: f.__name__)
+def test_built_at_any_moment(moment: Callable[..., Built], make: MakeOptimizer) -> None:
+    """Also an optimizer that has state from its construction on; on meta that would stay, plain or not."""
+    check_moment(moment, CASE, two_groups if moment is before_wrapping_on_meta else make)
 
 
-@multi_rank(2)
-@pytest.mark.parametrize(
-    "moment",
-    [moment for moment in MOMENTS if moment is not before_wrapping_on_meta],  # there its state would stay, plain or not
-    ids=lambda f: f.__name__,
-)
-def test_built_with_state_at_any_moment(moment: Callable[..., Built]) -> None:
-    check_moment(moment, CASE, adagrad)
-
-
-@multi_rank(4)
-@pytest.mark.parametrize(
-    "moment",
-    [before_wrapping, between_forward_and_backward, after_backward_that_keeps_parameters, before_assigning],
-    ids=lambda f: f.__name__,
-)
-def test_built_at_any_moment_on_four_ranks(moment: Callable[..., Built]) -> None:
-    check_moment(moment, CASE, adamw)
-
-
+@pytest.mark.full
 @multi_rank(2)
 @pytest.mark.parametrize("case", [TIED, FROZEN], ids=str)
 @pytest.mark.parametrize(
@@ -237,6 +223,7 @@ def test_a_parameter_held_twice_is_an_error() -> None:
         optimizer.step()
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_parameters_added_to_the_optimizer_later() -> None:
     """Unfreezing in the middle, from unsharded parameters: the guard looks again when a group is added."""
@@ -264,35 +251,25 @@ def test_parameters_added_to_the_optimizer_later() -> None:
 # ---- schedules -----------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @multi_rank(2)
-@pytest.mark.parametrize(
-    "moment", [after_wrapping, before_wrapping, between_forward_and_backward], ids=lambda f: f.__name__
-)
-def test_learning_rate_schedules(moment: Callable[..., Built]) -> None:
-    def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        return torch.optim.lr_scheduler.SequentialLR(
-            optimizer,
-            [
-                torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.25, total_iters=2),
-                torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4),
-            ],
-            milestones=[2],
-        )
-
+@pytest.mark.parametrize("moment", [before_wrapping, between_forward_and_backward], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("flat", [None, False, True], ids=["plain", "each", "flat"])
+def test_learning_rate_schedules(flat: bool | None, moment: Callable[..., Built]) -> None:
     schedules: list[torch.optim.lr_scheduler.LRScheduler] = []
 
-    def make(parameters: Parameters) -> torch.optim.Optimizer:
+    def make(parameters: Parameters, flat: bool | None = None) -> torch.optim.Optimizer:
         optimizer = two_groups(parameters)
-        schedules.append(schedule(optimizer))
+        if flat is not None:
+            optimizer = local_like(optimizer, flat=flat)
+        schedules.append(torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5))
         return optimizer
 
-    model, optimizer = moment(CASE, make)
+    model, optimizer = moment(CASE, partial(make, flat=flat))
     reference = Reference(CASE, world_size=2, make_optimizer=make)
     finish_step(reference, model, optimizer, None)
-    rates = []
-    for _ in range(4):
+    for step in range(3):
         for each in schedules:
             each.step()
-        rates.append([group["lr"] for group in optimizer.param_groups])
+        assert optimizer.param_groups[1]["lr"] == 3e-3 / 2 ** (step + 1), "the schedule moved"
         assert_trains_like(reference, model, optimizer, steps=1)
-    assert len({tuple(rate) for rate in rates}) == 4, "the schedule moved"

@@ -18,27 +18,28 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2
-from fsdp2 import CPUOffloadPolicy, FSDPTypeError, MixedPrecisionPolicy, OptimizerStateOffload, fully_shard
+from fsdp2 import FSDPTypeError, OptimizerStateOffload, fully_shard
 from fsdp2.optim import set_local_steps
-from tests.harness import Reference, assert_trains_like, fake_world, multi_rank
+from tests.harness import fake_world, multi_rank
 from tests.harness.compare import assert_same
 from tests.harness.counting import python_calls
-from tests.harness.models import FROZEN, TIED, TRANSFORMER, UNEVEN_MLP, Batch, ModelCase
+from tests.harness.models import Batch, ModelCase
 from tests.harness.shared.optimizers import (
     EVERY_KIND,
     MakeOptimizer,
     Parameters,
+    adamw_for_loop,
     adamw_foreach,
     adamw_fused,
     assert_states_same,
     loss_of,
+    rmsprop,
     sgd_momentum,
     through_dtensor,
-    tolerance_of,
-    two_groups,
 )
 from tests.harness.shared.training import CASE, shard, trainable
 from tests.harness.shared.whole_weights import peak_bytes
+from tests.multi_rank.optimizers.helpers import FORMS, formed
 
 
 def nadam(parameters: Parameters) -> torch.optim.Optimizer:
@@ -47,18 +48,6 @@ def nadam(parameters: Parameters) -> torch.optim.Optimizer:
 
 def asgd(parameters: Parameters) -> torch.optim.Optimizer:
     return torch.optim.ASGD(parameters, lr=1e-2, foreach=False)
-
-
-def adadelta(parameters: Parameters) -> torch.optim.Optimizer:
-    return torch.optim.Adadelta(parameters, lr=1e-2, maximize=True)
-
-
-def adamax(parameters: Parameters) -> torch.optim.Optimizer:
-    return torch.optim.Adamax(parameters, lr=1e-2, foreach=False)
-
-
-def radam(parameters: Parameters) -> torch.optim.Optimizer:
-    return torch.optim.RAdam(parameters, lr=1e-2)
 
 
 def adam_with_tensor_lr(parameters: Parameters) -> torch.optim.Optimizer:
@@ -78,12 +67,8 @@ class CountsDispatch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def two_models(case: ModelCase = CASE, **settings: object) -> list[nn.Module]:
-    models = [case.build() for _ in range(2)]
-    for model in models:
-        for unit in case.units(model):
-            fully_shard(unit, **settings)
-    return models
+def two_models(case: ModelCase = CASE) -> list[nn.Module]:
+    return [shard(case), shard(case)]
 
 
 def assert_alike(models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> None:
@@ -101,50 +86,26 @@ def step_and_clear(optimizers: list[torch.optim.Optimizer]) -> None:
         optimizer.zero_grad()
 
 
-def step_both(make: MakeOptimizer, *, steps: int = 3, case: ModelCase = CASE, **settings: object) -> None:
-    models = two_models(case, **settings)
-    optimizers = [make(trainable(model)) for model in models]
-    for step in range(steps):
+ROUND_ALIKE = [sgd_momentum, adamw_foreach, adamw_for_loop, rmsprop, nadam, asgd]
+"""Wherever an element lies, which the kernels of others do not on a CPU."""
+BITWISE = [(make, form) for form in ("plain", "each") for make in [*EVERY_KIND, nadam, asgd, adam_with_tensor_lr]]
+BITWISE += [(make, "flat") for make in ROUND_ALIKE]
+
+
+@pytest.mark.full
+@multi_rank(2, 4)
+@pytest.mark.parametrize(("make", "form"), BITWISE, ids=lambda value: getattr(value, "__name__", value))
+def test_bit_by_bit_as_through_dtensor(make: MakeOptimizer, form: str) -> None:
+    models = two_models()
+    optimizers = [formed(form, make(trainable(models[0]))), make(trainable(models[1]))]
+    for step in range(3):
         for model in models:
-            loss_of(case, model, step).backward()
+            loss_of(CASE, model, step).backward()
         step_and_clear(optimizers)
         assert_alike(models, optimizers)
 
 
-@multi_rank(2, full=[4])  # 5 s more
-@pytest.mark.parametrize(
-    "make",
-    [*EVERY_KIND, nadam, asgd, adadelta, adamax, radam, adam_with_tensor_lr],
-    ids=lambda f: f.__name__,
-)
-def test_bit_by_bit_as_through_dtensor(make: MakeOptimizer) -> None:
-    step_both(make)
-
-
-@multi_rank(2)
-@pytest.mark.parametrize("case", [TRANSFORMER, TIED, FROZEN, UNEVEN_MLP], ids=str)
-def test_other_models(case: ModelCase) -> None:
-    step_both(two_groups, case=case)
-
-
-@multi_rank(2)
-@pytest.mark.parametrize("offloaded", [False, True])
-def test_mixed_precision_and_offloaded_parameters(offloaded: bool) -> None:
-    settings: dict[str, object] = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
-    if offloaded:
-        settings["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
-    step_both(adamw_foreach, **settings)
-
-
-@multi_rank(2, full=[4])  # 3 s more
-@pytest.mark.parametrize("make", [adamw_foreach, adamw_fused, sgd_momentum], ids=lambda f: f.__name__)
-def test_trains_like_the_reference(make: MakeOptimizer, world_size: int) -> None:
-    model = shard()
-    reference = Reference(CASE, world_size=world_size, make_optimizer=make)
-    optimizer = make(trainable(model))
-    assert_trains_like(reference, model, optimizer, steps=3, tolerance=tolerance_of(make, world_size))
-
-
+@pytest.mark.full
 @multi_rank(2)
 @pytest.mark.parametrize("make", [adamw_foreach, adamw_fused], ids=lambda f: f.__name__)
 def test_no_operation_of_a_step_is_on_dtensors(make: MakeOptimizer) -> None:
@@ -182,6 +143,7 @@ def calls_beyond_plain_tensors(layers: int, **options: object) -> int:
     return counts[0] - counts[1]
 
 
+@pytest.mark.full
 def test_a_step_costs_next_to_nothing_beyond_plain_tensors() -> None:
     with fake_world(2):
         few, many = calls_beyond_plain_tensors(2, fused=True), calls_beyond_plain_tensors(40, fused=True)
@@ -227,7 +189,7 @@ class CountsFused(TorchDispatchMode):
 BFLOAT16 = pytest.param(torch.bfloat16, marks=pytest.mark.full)  # 4 s
 
 
-@multi_rank(2, full=[3])  # 4 s more
+@multi_rank(2, 3)
 @pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16], ids=str)
 @pytest.mark.parametrize("make", [adamw_fused, adam_with_tensor_lr, fused_sgd, fused_adagrad], ids=lambda f: f.__name__)
 def test_fused_steps_take_together_what_fills_vectors(make: MakeOptimizer, dtype: torch.dtype) -> None:
@@ -265,6 +227,7 @@ class UnevenRooms(nn.Module):
         return (x @ self.a.T).tanh().sum() + (x @ self.b.T).tanh().sum()
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_fused_steps_look_at_the_room_of_what_is_ahead() -> None:
     torch.manual_seed(0)
@@ -284,14 +247,13 @@ def test_fused_steps_look_at_the_room_of_what_is_ahead() -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.full
 @multi_rank(2)
 @pytest.mark.parametrize("make", [adamw_foreach, adamw_fused], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("failing_step", [0, 2])
 def test_a_step_that_raises_in_its_second_group(make: MakeOptimizer, failing_step: int) -> None:
     """The first has been stepped on, and its state says so."""
-    models = [PARTLY_VECTORS.build() for _ in range(2)]
-    for model in models:
-        fully_shard(model)
+    models = two_models(PARTLY_VECTORS)
     optimizers = [
         make([{"params": [p for p in model.parameters() if (p.ndim > 1) == matrices]} for matrices in (True, False)])
         for model in models
@@ -311,12 +273,11 @@ def test_a_step_that_raises_in_its_second_group(make: MakeOptimizer, failing_ste
         assert_alike(models, optimizers)
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_fused_steps_of_a_gradient_scaler_take_together_what_fills_vectors() -> None:
     """It unscales inside of the kernel, and skips an infinity of one rank."""
-    models = [PARTLY_VECTORS.build() for _ in range(2)]
-    for model in models:
-        fully_shard(model)
+    models = two_models(PARTLY_VECTORS)
     optimizers = [adamw_fused(list(model.parameters())) for model in models]
     scalers = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in models]
     for step in range(4):
@@ -334,12 +295,11 @@ def test_fused_steps_of_a_gradient_scaler_take_together_what_fills_vectors() -> 
         assert_alike(models, optimizers)
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_an_optimizer_that_becomes_fused_takes_together_only_what_fills_vectors() -> None:
     """As a program may that loads groups of another, and back."""
-    models = [PARTLY_VECTORS.build() for _ in range(2)]
-    for model in models:
-        fully_shard(model)
+    models = two_models(PARTLY_VECTORS)
     optimizers = [adamw_foreach(list(model.parameters())) for model in models]
     for step in range(6):
         is_fused = step in (2, 3)
@@ -356,21 +316,26 @@ def test_an_optimizer_that_becomes_fused_takes_together_only_what_fills_vectors(
         assert_alike(models, optimizers)
 
 
-@multi_rank(2)
-def test_gradients_that_are_missing_now_and_then() -> None:
+@pytest.mark.full
+@multi_rank(2, 4)
+@FORMS
+@pytest.mark.parametrize("make", [adamw_foreach, sgd_momentum], ids=lambda f: f.__name__)
+def test_gradients_that_are_missing_now_and_then(make: MakeOptimizer, form: str) -> None:
     """Runs are made anew where they break, and after some times there are none: as through DTensor all the time."""
     models = two_models()
-    optimizers = [adamw_foreach(trainable(model)) for model in models]
+    optimizers = [make(trainable(model)) for model in models]
+    optimizers[0] = formed(form, optimizers[0])
     for step in range(8):
         for model in models:
             loss_of(CASE, model, step).backward()
             for index, parameter in enumerate(trainable(model)):
-                if step in (1, 3, 4, 6) and index % 3 == step % 3:
+                if (step in (1, 3, 4, 6) and index % 3 == step % 3) or step == 5:
                     parameter.grad = None
         step_and_clear(optimizers)
         assert_alike(models, optimizers)
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_a_load_holds_no_second_copy_of_the_state() -> None:
     """Run by run what was loaded is let go of as it is copied."""
@@ -389,46 +354,15 @@ def test_a_load_holds_no_second_copy_of_the_state() -> None:
     assert nbytes <= peak <= 1.7 * nbytes, "one copy, one of a run of eight, and what the arithmetic takes"
 
 
-@multi_rank(2)
-def test_hooks_closures_and_schedulers_see_the_optimizer() -> None:
-    """In their order, with sharded parameters, their gradients, and the state of the step."""
-    model = shard()
-    optimizer = adamw_foreach(trainable(model))
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
-    said: list[str] = []
-
-    def look(what: str, of: torch.optim.Optimizer) -> None:
-        assert of is optimizer and type(of) is torch.optim.AdamW
-        assert all(isinstance(p, DTensor) for p in of.param_groups[0]["params"]), what
-        assert all(isinstance(state["exp_avg"], DTensor) for state in of.state.values()), what
-        said.append(f"{what} {len(of.state) > 0}")
-
-    optimizer.register_step_pre_hook(lambda of, args, kwargs: look("before", of))
-    optimizer.register_step_post_hook(lambda of, args, kwargs: look("after", of))
-
-    def closure() -> Tensor:
-        look("closure", optimizer)
-        optimizer.zero_grad()
-        loss = loss_of(CASE, model)
-        loss.backward()
-        return loss
-
-    first = optimizer.step(closure)
-    scheduler.step()
-    second = optimizer.step(closure)
-    assert isinstance(first, Tensor) and first.item() != second.item()
-    assert said == ["before False", "closure False", "after True", "before True", "closure True", "after True"]
-    assert optimizer.param_groups[0]["lr"] == 5e-3
-
-
 class Boom(Exception):
     """What the tests throw."""
 
 
 @multi_rank(2)
-def test_an_exception_in_a_step_leaves_everything_in_its_place() -> None:
+@FORMS
+def test_an_exception_in_a_step_leaves_everything_in_its_place(form: str) -> None:
     model = shard()
-    optimizer = adamw_foreach(trainable(model))
+    optimizer = formed(form, adamw_foreach(trainable(model)))
     params = list(optimizer.param_groups[0]["params"])
 
     class Throws(TorchDispatchMode):
@@ -450,10 +384,12 @@ def test_an_exception_in_a_step_leaves_everything_in_its_place() -> None:
 
 
 @multi_rank(2)
+@FORMS
 @pytest.mark.parametrize("how", ["load", "clear", "replace", "write", "add"])
-def test_state_that_programs_change_between_steps(how: str) -> None:
+def test_state_that_programs_change_between_steps(how: str, form: str) -> None:
     models = two_models()
     optimizers = [adamw_foreach(trainable(model)) for model in models]
+    optimizers[0] = formed(form, optimizers[0])
 
     def step(index: int) -> None:
         for model in models:
@@ -485,23 +421,7 @@ def test_state_that_programs_change_between_steps(how: str) -> None:
     assert_alike(models, optimizers)
 
 
-@multi_rank(2)
-def test_copies_and_pickles() -> None:
-    model = shard()
-    optimizer = adamw_foreach(trainable(model))
-    loss_of(CASE, model).backward()
-    optimizer.step()
-    other_model, other = copy.deepcopy((model, optimizer))
-    loaded = pickle.loads(pickle.dumps(optimizer.state_dict()))
-    assert loaded["state"].keys() == optimizer.state_dict()["state"].keys()
-    for each, stepping in ((model, optimizer), (other_model, other)):
-        each.zero_grad()
-        loss_of(CASE, each, 1).backward()
-        stepping.step()
-    assert type(other) is torch.optim.AdamW
-    assert_alike([model, other_model], [optimizer, other])
-
-
+@pytest.mark.full
 @multi_rank(2)
 def test_nothing_that_was_given_up_is_kept() -> None:
     """State that is cleared or loaded anew, and optimizers, go at once."""
@@ -590,24 +510,6 @@ def test_state_that_is_offloaded_later() -> None:
             offload = OptimizerStateOffload(optimizers[0], lambda parameter: True, pin_memory=False)
         if step == 2:
             offload.remove()
-    assert_alike(models, optimizers)
-
-
-@multi_rank(2)
-def test_gradient_scaler_and_clipping() -> None:
-    models = two_models()
-    optimizers = [adamw_fused(trainable(model)) for model in models]
-    scalers = [torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1) for _ in models]
-    for step in range(3):
-        for index, (model, optimizer, scaler) in enumerate(zip(models, optimizers, scalers, strict=True)):
-            scaler.scale(loss_of(CASE, model, step)).backward()
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            set_local_steps(index == 0)
-            scaler.step(optimizer)
-            set_local_steps(True)
-            scaler.update()
-            optimizer.zero_grad()
     assert_alike(models, optimizers)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ def momentum(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_a_gradient_that_owners_cannot_take_leaves_the_optimizer_as_it_was() -> None:
     """Though it is the second one's."""
@@ -174,6 +176,7 @@ def test_what_leaves_a_run_keeps_no_other_state_alive() -> None:
     assert moment.resizable(), "no part of another storage"
 
 
+@pytest.mark.full
 @multi_rank(2)
 @pytest.mark.parametrize("way", ["data", "broadcast", "other steps"])
 def test_counters_that_are_written_unseen_count(way: str) -> None:
@@ -262,7 +265,10 @@ def test_hooks_of_steps_see_the_groups() -> None:
     (plain, reference), (model, optimizer) = both(torch.optim.AdamW, lr=0.1)
     seen: list[int] = []
 
-    def look(_: Any, args: Any, kwargs: Any) -> None:
+    def look(stepping: Any, args: Any, kwargs: Any) -> None:
+        for parameter in stepping.param_groups[0]["params"] if stepping is optimizer else ():
+            assert isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor)
+            assert all(isinstance(stepping.state[parameter][name], DTensor) for name in ("exp_avg",) if stepping.state)
         seen.append(sum(len(group["params"]) for group in args[0].param_groups))
 
     for its in (reference, optimizer):
@@ -283,6 +289,7 @@ def test_what_the_state_has_beside_that_of_parameters_is_the_programs() -> None:
         assert optimizer.state["epoch"] == epoch
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_state_that_a_program_holds_stays_the_optimizers() -> None:
     """As torch's: a dict of it that was made once is saved in every epoch."""
@@ -295,6 +302,7 @@ def test_state_that_a_program_holds_stays_the_optimizers() -> None:
         assert torch.equal(held[index].full_tensor(), state["exp_avg"].full_tensor())
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_runs_are_made_though_the_first_step_had_other_gradients() -> None:
     (plain, reference), (model, optimizer) = both(torch.optim.AdamW, lr=0.1, foreach=True)
@@ -477,7 +485,7 @@ def test_models_that_are_frozen_in_turns_train_and_copy_no_state(frozen: slice, 
 
 
 @multi_rank(1, 2)
-@pytest.mark.parametrize("kernel", [{}, {"foreach": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("kernel", [{}, {"foreach": True}, {"fused": True}, {"flat": True}, {"flat": False}], ids=str)
 @pytest.mark.parametrize("keeps", [False, True], ids=["cleared", "kept"])
 def test_parameters_are_frozen_and_thawed_while_one_optimizer_steps(
     kernel: dict[str, bool], keeps: bool, world_size: int
@@ -486,7 +494,9 @@ def test_parameters_are_frozen_and_thawed_while_one_optimizer_steps(
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4))
     model = fully_shard(copy.deepcopy(plain))
-    made = [torch.optim.AdamW(each.parameters(), lr=0.1, **kernel) for each in (model, plain)]
+    local: Any = partial(fsdp2.optim.local, torch.optim.AdamW) if "flat" in kernel else torch.optim.AdamW
+    made = [local(model.parameters(), lr=0.1, **kernel)]
+    made += [torch.optim.AdamW(plain.parameters(), lr=0.1, **({} if "flat" in kernel else kernel))]
     for step, frozen in enumerate([(), (0,), (0, 1, 2), (2, 5), (), (), range(5), ()]):
         for each, optimizer in zip((model, plain), made, strict=True):
             for index, parameter in enumerate(each.parameters()):

@@ -19,7 +19,7 @@ from fsdp2.core.mesh import default_mesh
 from fsdp2.optim import torch_clipping
 from fsdp2.optim.delivered import delivered_of
 from tests.harness import Reference, assert_same, fake_world, multi_rank
-from tests.harness.models import FROZEN, PARTLY_USED, TRANSFORMER, UNEVEN_MLP, ModelCase
+from tests.harness.models import PARTLY_USED, UNEVEN_MLP, ModelCase
 from tests.harness.shared.clipping import MAX_NORM, TRAINED, Kind, make, named_mesh
 from tests.harness.shared.optimizers import loss_of
 from tests.harness.shared.training import CASE, shard, trainable
@@ -87,7 +87,7 @@ def kinds_on(mesh: DeviceMesh, *placements: Any, shapes: Sequence[Any] = SHAPES,
     return [Kind(shape, mesh, placements, **options) for shape in shapes]
 
 
-@multi_rank(1, 2, full=[4])  # 2 s more
+@multi_rank(1, 2, 4)
 @pytest.mark.parametrize("foreach", [None, True, False])
 @pytest.mark.parametrize("norm_type", ORDERS)
 def test_one_axis(norm_type: float, foreach: bool | None, world_size: int) -> None:
@@ -182,8 +182,9 @@ def test_generators_single_tensors_and_nothing() -> None:
     assert torch_clipping.clip_grad_norm_([], 1.0).item() == 0
 
 
-@multi_rank(2, full=[4])  # 2 s more
-@pytest.mark.parametrize("case", [CASE, TRANSFORMER, FROZEN, PARTLY_USED], ids=str)
+@pytest.mark.full
+@multi_rank(2, 4)
+@pytest.mark.parametrize("case", [CASE, PARTLY_USED], ids=str)
 def test_a_program_that_clips_trains_like_the_reference(case: ModelCase, world_size: int) -> None:
     """As it stands, whether it has torch's function from before or asks for it each time."""
 
@@ -221,7 +222,7 @@ def test_owned_parameters_are_torchs_to_refuse() -> None:
     assert_alike("norm", mine, torchs)
 
 
-@multi_rank(1, 2, full=[4])  # 2 s more
+@multi_rank(1, 2, 4)
 @pytest.mark.parametrize("norm_type", [2.0, 3.0, 0.0])  # inf is not taken so
 @pytest.mark.parametrize("case", [CASE, UNEVEN_MLP], ids=str)
 def test_gradients_as_they_were_delivered(case: ModelCase, norm_type: float) -> None:

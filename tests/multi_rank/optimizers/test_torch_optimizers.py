@@ -85,27 +85,17 @@ def closure_of(model: nn.Module) -> Any:
     return closure
 
 
+@pytest.mark.full
 @multi_rank(2)
 @pytest.mark.parametrize("kind", [*BOTH, *LOCAL_ONLY], ids=str)
-def test_those_that_take_sharded_parameters(kind: Kind) -> None:
+@pytest.mark.parametrize("locally", [False, True])
+def test_those_that_take_sharded_parameters(locally: bool, kind: Kind) -> None:
+    """As they are, and as `fsdp2.optim.local` makes them."""
     model = shard()
     assert_trains_like(
         Reference(CASE, world_size=2, make_optimizer=kind),
         model,
-        kind(trainable(model)),
-        steps=3,
-        tolerance=FUSED if "fused" in kind.options else tolerance_for(2),
-    )
-
-
-@multi_rank(2)
-@pytest.mark.parametrize("kind", [*BOTH, *LOCAL_ONLY], ids=str)
-def test_those_that_step_on_local_shards(kind: Kind) -> None:
-    model = shard()
-    assert_trains_like(
-        Reference(CASE, world_size=2, make_optimizer=kind),
-        model,
-        kind.locally(trainable(model)),
+        kind.locally(trainable(model)) if locally else kind(trainable(model)),
         steps=3,
         tolerance=FUSED if "fused" in kind.options else tolerance_for(2),
     )
@@ -122,6 +112,7 @@ def test_those_whose_operations_dtensor_lacks(kind: Kind) -> None:
         optimizer.step(closure_of(model))
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_muon_gathers_matrices() -> None:
     """Rows are uneven. Of a matrix of one row DTensor makes a whole update, and refuses to add it to a shard."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -113,6 +114,7 @@ def test_the_source_is_counted_in_the_process_group() -> None:
             broadcast_parameters(model, process_group=others)
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_unit_by_unit_and_then_trained() -> None:
     """What is sharded below is left alone; the module itself may not be sharded."""
@@ -202,32 +204,24 @@ def test_parts_of_tensor_parallelism() -> None:
     assert_same("parameters", {name: gather(each) for name, each in parameters_of(model).items()}, expected)
 
 
-def on_meta(model: Any) -> None:
-    model[2].bias = nn.Parameter(torch.empty(33, device="meta"))
+def replaced_by(bias: torch.Tensor) -> Callable[[Any], None]:
+    return lambda model: setattr(model[2], "bias", nn.Parameter(bias))
 
 
-def sparse(model: Any) -> None:
-    model.register_buffer("graph", torch.eye(3).to_sparse())
+OF_OTHER_RANKS: dict[str, Callable[[Any], object]] = {
+    "2.bias .34. torch.float32": replaced_by(torch.empty(34)),
+    "more .2. torch.float32": lambda model: model.register_buffer("more", torch.ones(2)),
+}
+"""Refused because ranks differ."""
 
-
-def lazy(model: Any) -> None:
-    model.append(nn.LazyLinear(3))
-
-
-def other_shape(model: Any) -> None:
-    model[2].bias = nn.Parameter(torch.empty(34))
-
-
-def other_name(model: Any) -> None:
-    model.register_buffer("more", torch.ones(2))
-
-
-REFUSED: dict[str, Any] = {
-    "'2.bias' is on the meta device": (on_meta, FSDPRuntimeError),
-    "'graph' is a Tensor of layout torch.sparse_coo": (sparse, FSDPNotImplementedError),
-    "'5.weight' is not initialized": (lazy, FSDPRuntimeError),
-    "2.bias .34. torch.float32": (other_shape, FSDPRuntimeError),
-    "more .2. torch.float32": (other_name, FSDPRuntimeError),
+REFUSED: dict[str, tuple[Callable[[Any], object], type[Exception]]] = {
+    "'2.bias' is on the meta device": (replaced_by(torch.empty(33, device="meta")), FSDPRuntimeError),
+    "'graph' is a Tensor of layout torch.sparse_coo": (
+        lambda model: model.register_buffer("graph", torch.eye(3).to_sparse()),
+        FSDPNotImplementedError,
+    ),
+    "'5.weight' is not initialized": (lambda model: model.append(nn.LazyLinear(3)), FSDPRuntimeError),
+    **{text: (change, FSDPRuntimeError) for text, change in OF_OTHER_RANKS.items()},
 }
 
 
@@ -238,10 +232,9 @@ def test_what_is_refused_on_all_ranks(text: str, where: str, world_size: int) ->
     model = UNEVEN_MLP.build(seed=dist.get_rank())
     change, kind = REFUSED[text]
     is_alone = where == "on one" and dist.get_rank() != world_size - 1
-    is_mismatch = change in (other_shape, other_name)
     if not is_alone:
         change(model)
-    if where == "on all ranks" and is_mismatch:
+    if where == "on all ranks" and text in OF_OTHER_RANKS:
         broadcast_parameters(model)
         return
     with pytest.raises(FSDPRuntimeError if is_alone else kind, match=text):

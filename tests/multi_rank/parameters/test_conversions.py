@@ -87,6 +87,7 @@ HALVED_FIRST = Tolerance(
 PARTS = [root, sharded_child, inside_a_sharded_child, plain_child]
 
 
+@pytest.mark.full
 @multi_rank(2)
 @pytest.mark.parametrize(
     ("convert", "part", "when"),
@@ -122,18 +123,7 @@ def test_conversion_of_any_part(
     assert {name: parameter.dtype for name, parameter in model.named_parameters()} == dtypes
 
 
-@multi_rank(4)
-@pytest.mark.parametrize("part", [root, plain_child], ids=lambda f: f.__name__)
-def test_conversion_on_four_ranks(part: Callable[[nn.Module], nn.Module]) -> None:
-    model, plain = shard(LAYERS), LAYERS.build()
-    with torch.no_grad():
-        model(inputs(LAYERS))
-    part(plain).double()
-    part(model).double()
-    reference = Reference(LAYERS, world_size=4, model=plain, make_optimizer=sgd)
-    assert_trains_like(reference, model, sgd(list(model.parameters())), steps=2, tolerance=tolerance_for(4))
-
-
+@pytest.mark.full
 @multi_rank(2)
 def test_conversion_between_forward_and_backward_is_an_error_or_right() -> None:
     """The saved weights are of the old dtype and their memory may be gone; wrong gradients are what must not happen."""
@@ -202,6 +192,7 @@ def test_conversion_of_a_plain_child_while_it_is_unsharded(convert: Callable[[nn
     assert_trains_like(Reference(LAYERS, world_size=2), model, optimizer_of(model), steps=2)
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_round_trip_through_another_dtype_keeps_the_optimizer() -> None:
     model, plain = shard(LAYERS), LAYERS.build()
@@ -213,6 +204,7 @@ def test_round_trip_through_another_dtype_keeps_the_optimizer() -> None:
     assert_trains_like(reference, model, optimizer, steps=2)
 
 
+@pytest.mark.full
 @multi_rank(2)
 @pytest.mark.parametrize("ran_before", [False, True], ids=["before_first", "after_first"])
 def test_moving_to_where_it_is_changes_nothing(ran_before: bool) -> None:

@@ -62,6 +62,7 @@ def test_what_is_kept_is_gathered_and_has_gradients(kind: str) -> None:
     assert model.alone is model.other.weight and type(model.alone) is nn.Parameter
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_what_is_taken_out_or_overwritten_is_left_to_the_program() -> None:
     model = fully_shard(Keeps())

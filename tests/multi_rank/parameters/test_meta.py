@@ -110,16 +110,14 @@ def child_by_child(model: nn.Module, source: nn.Module) -> None:
     model.load_state_dict(sharded_state(model, source))
 
 
-WAYS = pytest.mark.parametrize(
+@pytest.mark.full
+@multi_rank(2, 4)
+@pytest.mark.parametrize(
     "materialize",
     [by_copying, by_assigning, by_assigning_after_to_empty, by_writing, child_by_child],
     ids=lambda each: each.__name__,
 )
-
-
-@multi_rank(2)
-@WAYS
-@pytest.mark.parametrize("case", [UNEVEN_MLP, TRANSFORMER], ids=str)
+@pytest.mark.parametrize("case", [UNEVEN_MLP, TRANSFORMER, CONV], ids=str)
 def test_materialized_trains_like_the_reference(
     case: ModelCase, materialize: Callable[[nn.Module, nn.Module], None]
 ) -> None:
@@ -128,15 +126,7 @@ def test_materialized_trains_like_the_reference(
     train(case, model)
 
 
-@multi_rank(4)
-@pytest.mark.parametrize("case", [UNEVEN_MLP, CONV], ids=str)
-@pytest.mark.parametrize("materialize", [by_copying, by_assigning], ids=lambda each: each.__name__)
-def test_materialized_on_four_ranks(case: ModelCase, materialize: Callable[[nn.Module, nn.Module], None]) -> None:
-    model = shard_on_meta(case)
-    materialize(model, case.build())
-    train(case, model)
-
-
+@pytest.mark.full
 @multi_rank(2, 4)
 @pytest.mark.parametrize("materialize", [by_copying, by_assigning], ids=lambda each: each.__name__)
 def test_materialized_ties_hold(materialize: Callable[[nn.Module, nn.Module], None], world_size: int) -> None:
@@ -150,14 +140,6 @@ def test_materialized_ties_hold(materialize: Callable[[nn.Module, nn.Module], No
     assert model.head.weight is model.embedding.weight
     reference = Reference(TIED, world_size=world_size)
     assert_trains_like(reference, model, optimizer, steps=2, tolerance=tolerance_for(world_size))
-
-
-@multi_rank(2)
-def test_an_optimizer_from_before_materializing_follows() -> None:
-    model = shard_on_meta(UNEVEN_MLP)
-    optimizer = adamw(list(model.parameters()))
-    by_assigning(model, UNEVEN_MLP.build())
-    assert_trains_like(Reference(UNEVEN_MLP, world_size=2), model, optimizer, steps=2)
 
 
 # ---- reset_parameters and buffers ----------------------------------------------------------------
@@ -193,6 +175,7 @@ def _filled() -> nn.Module:
 FILLED = ModelCase("filled", _filled, UNEVEN_MLP.make_batch, ("0",), UNEVEN_MLP.loss_of)
 
 
+@pytest.mark.full
 @multi_rank(2, 4)
 @pytest.mark.parametrize("device_argument", [True, False], ids=["to_empty_root", "to_empty_each"])
 def test_reset_parameters_after_to_empty(device_argument: bool) -> None:
@@ -211,17 +194,6 @@ def test_reset_parameters_after_to_empty(device_argument: bool) -> None:
 
 
 # ---- mistakes ------------------------------------------------------------------------------------
-
-
-@multi_rank(2)
-def test_still_on_meta_names_the_parameters_and_can_be_made_up_for() -> None:
-    model = shard_on_meta(TRANSFORMER)
-    tokens = TRANSFORMER.batch(0, 0, 0).inputs
-    for _ in range(2):
-        with pytest.raises(FSDPRuntimeError, match=r"meta.*embedding\.weight.*norm\.weight.*to_empty"):
-            model(tokens)
-    by_copying(model, TRANSFORMER.build())
-    train(TRANSFORMER, model)
 
 
 @multi_rank(2)
@@ -350,19 +322,6 @@ def test_one_group_partly_on_meta() -> None:
     model[4].load_state_dict(sharded_state(model[4], source[4]))
     assert_sharded_same("parameters", parameters_of(model), parameters_of(source))
     train(UNEVEN_MLP, model)
-
-
-@multi_rank(2)
-def test_uneven_rows_with_ranks_that_hold_nothing() -> None:
-    case = ModelCase("one_row", _one_row, UNEVEN_MLP.make_batch, ("0",), UNEVEN_MLP.loss_of)
-    model = shard_on_meta(case)
-    assert model[2].weight.to_local().shape == (1 - dist.get_rank(), 5)
-    by_copying(model, case.build())
-    train(case, model)
-
-
-def _one_row() -> nn.Module:
-    return nn.Sequential(nn.Linear(13, 5), nn.Tanh(), nn.Linear(5, 1, bias=False))
 
 
 @multi_rank(2)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,10 +19,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
-from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import (
-    CPUOffloadPolicy,
     DataParallelMeshDims,
     FSDPNotImplementedError,
     MixedPrecisionPolicy,
@@ -31,10 +29,9 @@ from fsdp2 import (
     unwrap,
 )
 from fsdp2 import full_parameters as whole_parameters
-from tests.harness import Accumulation, Reference, adamw, multi_rank
+from tests.harness import Reference, adamw, multi_rank
 from tests.harness.compare import (
     SUM_ORDER,
-    Tolerance,
     assert_same,
     assert_sharded_same,
     full_parameters,
@@ -44,8 +41,6 @@ from tests.harness.compare import (
 from tests.harness.internals import AS_REAL
 from tests.harness.shared.odd_parameters import ODD, Odd
 from tests.harness.training import assert_trains_like
-
-BF16 = Tolerance(0.1, 2e-2, "bf16, whose rounding differs with the order of sums")
 
 
 def last_dim(parameter: nn.Parameter) -> Shard | None:
@@ -66,15 +61,15 @@ def sharded(model: nn.Module | None = None, **options: Any) -> nn.Module:
     return model
 
 
-def train(model: nn.Module, *, tolerance: Tolerance | None = None, **reference_options: Any) -> None:
+def train(model: nn.Module) -> None:
     world_size = dist.get_world_size()
-    reference = Reference(ODD, world_size=world_size, **reference_options)
     optimizer = adamw([parameter for parameter in model.parameters() if parameter.requires_grad])
-    tolerance = tolerance_for(world_size) if tolerance is None else tolerance
-    assert_trains_like(reference, model, optimizer, steps=3, tolerance=tolerance)
+    reference = Reference(ODD, world_size=world_size)
+    assert_trains_like(reference, model, optimizer, steps=3, tolerance=tolerance_for(world_size))
 
 
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 13 s on two cores
+@pytest.mark.full
+@multi_rank(2, 4)
 @pytest.mark.parametrize("reshard_after_forward", [None, True, False])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_odd_parameters_train_like_the_reference(
@@ -84,113 +79,10 @@ def test_odd_parameters_train_like_the_reference(
     train(sharded(**options))
 
 
-@multi_rank(4)
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_resharded_to_fewer_ranks_after_forward(placement: str) -> None:
-    train(sharded(shard_placement_fn=PLACEMENTS[placement], reshard_after_forward=2))
-
-
-@multi_rank(4)
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_odd_parameters_over_replicas(placement: str) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = sharded(mesh=mesh, shard_placement_fn=PLACEMENTS[placement])
-    assert model.temperature.placements == (Replicate(), Replicate())
-    train(model)
-
-
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 13 s on two cores
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_offloaded(placement: str, world_size: int) -> None:
-    train(sharded(shard_placement_fn=PLACEMENTS[placement], offload_policy=CPUOffloadPolicy()))
-
-
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 13 s on two cores
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_odd_parameters_in_mixed_precision(placement: str, world_size: int) -> None:
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    model = sharded(shard_placement_fn=PLACEMENTS[placement], mp_policy=policy)
-    assert model.parts[0].packed.dtype == torch.int8
-    world_size = dist.get_world_size()
-    plain = ODD.build()
-    optimizer = adamw([parameter for parameter in model.parameters() if parameter.requires_grad])
-    for step in range(2):
-        losses = [ODD.loss(each, ODD.batch(0, step, dist.get_rank())) for each in (model, plain)]
-        torch.testing.assert_close(losses[0], losses[1], rtol=0.05, atol=0.05)
-        losses[0].backward()
-        whole = [ODD.loss(plain, ODD.batch(0, step, rank)) for rank in range(world_size)]
-        plain.zero_grad()
-        (torch.stack(whole).sum() / world_size).backward()
-        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-        for name, parameter in plain.named_parameters():
-            if parameter.grad is not None:
-                found = gradients[name].full_tensor()
-                scale = parameter.grad.abs().max().item()
-                torch.testing.assert_close(found, parameter.grad, rtol=0.1, atol=0.05 * scale + 1e-3)
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            for name, parameter in full_parameters(model).items():
-                plain.get_parameter(name).copy_(parameter)
-
-
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 13 s on two cores
-@pytest.mark.parametrize("accumulation", list(Accumulation))
-def test_accumulated(accumulation: Accumulation, world_size: int) -> None:
-    model: Any = sharded(shard_placement_fn=last_dim)
-    reference = Reference(ODD, world_size=world_size, microbatches=3, accumulation=accumulation)
-    optimizer = adamw([parameter for parameter in model.parameters() if parameter.requires_grad])
-
-    def before(micro: int) -> None:
-        if accumulation is Accumulation.REDUCE_LAST:
-            model.set_requires_gradient_sync(micro == 2)
-
-    assert_trains_like(reference, model, optimizer, steps=2, tolerance=tolerance_for(world_size), before_forward=before)
-
-
-@multi_rank(2)
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_recomputed(use_reentrant: bool) -> None:
-    model = ODD.build()
-    for part in model.parts:
-        inner = part.forward
-
-        def recomputed(x: Tensor, inner: Any = inner) -> Tensor:
-            return checkpoint(inner, x.requires_grad_(), use_reentrant=use_reentrant)
-
-        part.forward = recomputed
-    train(sharded(model, shard_placement_fn=middle_dim), tolerance=SUM_ORDER)
-
-
-class _Memory:
-    """A custom collective: torch.distributed's, on memory of its own."""
-
-    def __init__(self, collective: Callable[..., Any]) -> None:
-        self._collective = collective
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **kwargs: Any) -> Any:
-        return self._collective(output_tensor, input_tensor, **kwargs)
-
-
-@multi_rank(2)
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_through_custom_collectives(placement: str) -> None:
-    model: Any = sharded(shard_placement_fn=PLACEMENTS[placement])
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    for part in model.parts:
-        part.set_custom_all_gather(_Memory(gather))
-        part.set_custom_reduce_scatter(_Memory(reduce))
-    train(model)
-
-
 # ---- what they look like -------------------------------------------------------------------------
 
 
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 13 s on two cores
+@multi_rank(2, 4)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_strides_are_kept(placement: str, world_size: int) -> None:
     """In the sharded parameter, its gradient and the unsharded one, where the original was dense."""
@@ -217,7 +109,7 @@ def test_strides_are_kept(placement: str, world_size: int) -> None:
         assert parameter.grad.placements == parameter.placements
 
 
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 13 s on two cores
+@multi_rank(2, 4)
 def test_a_parameter_of_no_dims_is_replicated(world_size: int) -> None:
     model = sharded()
     for parameter in (model.temperature, model.parts[0].gain, model.parts[1].steps):
@@ -225,7 +117,7 @@ def test_a_parameter_of_no_dims_is_replicated(world_size: int) -> None:
     assert model.parts[0].steps.to_local().item() == 3
 
 
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 13 s on two cores
+@multi_rank(2, 4)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_frozen_bytes_are_exact(placement: str, world_size: int) -> None:
     """Bit patterns that arithmetic would change: not-a-numbers of bf16, negative zeros, every byte."""
@@ -288,7 +180,8 @@ def _bits(tensor: Tensor) -> Tensor:
 # ---- state ---------------------------------------------------------------------------------------
 
 
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 13 s on two cores
+@pytest.mark.full
+@multi_rank(2, 4)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_state_dicts_go_out_and_come_back(placement: str, world_size: int, tmp_path: Path) -> None:
     options = {"shard_placement_fn": PLACEMENTS[placement]}
@@ -311,6 +204,7 @@ def test_state_dicts_go_out_and_come_back(placement: str, world_size: int, tmp_p
         train(other)
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_on_meta_then_loaded(world_size: int) -> None:
     with torch.device("meta"):
@@ -373,6 +267,7 @@ RESIDENCES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.full
 @multi_rank(2)
 @pytest.mark.parametrize("residence", list(RESIDENCES))
 @pytest.mark.parametrize("thaws", [True, False])
@@ -401,6 +296,7 @@ def test_toggled_after_a_forward_without_a_backward(of: str, thaws: bool, reside
             each.zero_grad()
 
 
+@pytest.mark.full
 @multi_rank(2)
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import CPUOffloadPolicy, Owned, RowBlocks, fully_shard, unwrap
@@ -119,14 +118,6 @@ def test_optimizers_are_grouped_by_class(options: dict[str, Any], world_size: in
     model = shard(build(), **options)
     assert_kept(model)
     assert isinstance(model[0].weight, DTensor) and isinstance(model[0].weight.scaled(), DTensor)
-    assert_trains_as_unsharded(model, world_size)
-
-
-@multi_rank(4)
-def test_over_replicas_of_shards(world_size: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = shard(build(), mesh=mesh)
-    assert_kept(model)
     assert_trains_as_unsharded(model, world_size)
 
 

@@ -87,34 +87,7 @@ def test_initializers() -> None:
         compare(fill, layer(), fully_shard(layer()))
 
 
-@multi_rank(2, 4)
-def test_reset_parameters() -> None:
-    """Of all modules of torch whose weights can be cut."""
-
-    def build() -> nn.Module:
-        torch.manual_seed(1)
-        return nn.ModuleDict(
-            {
-                "linear": nn.Linear(5, 11),
-                "bilinear": nn.Bilinear(3, 5, 7),
-                "embedding": nn.Embedding(13, 3),
-                "conv": nn.Conv2d(3, 7, 3),
-                "transposed": nn.ConvTranspose1d(5, 3, 3),
-                "lstm": nn.LSTM(3, 5),
-                "norm": nn.LayerNorm(9),
-            }
-        )
-
-    plain, sharded = build(), build()
-    for module in sharded.values():
-        fully_shard(module)
-    for model in (plain, sharded):
-        torch.manual_seed(7)
-        for module in model.values():
-            module.reset_parameters()
-    assert_sharded_same("parameters", sharded.state_dict(), plain.state_dict())
-
-
+@pytest.mark.full
 @multi_rank(4)
 @pytest.mark.parametrize("replicate", [1, 2, 4])
 def test_replicas_get_the_same(replicate: int) -> None:

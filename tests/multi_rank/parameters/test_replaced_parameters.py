@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from fsdp2 import FSDPModule, FSDPRuntimeError, MixedPrecisionPolicy, fully_shard
 from tests.harness import Reference, adamw, assert_trains_like, multi_rank
@@ -26,48 +26,34 @@ def other_values(like: Tensor) -> Tensor:
     return torch.linspace(-0.5, 0.5, like.numel()).view(like.shape)
 
 
-def plain_parameter(p: DTensor) -> object:
-    return nn.Parameter(other_values(p))
+def resharded(p: DTensor, values: Tensor, placements: list[Placement]) -> nn.Parameter:
+    return nn.Parameter(distribute_tensor(values, p.device_mesh, placements))
 
 
-def plain_local_parameter(p: DTensor) -> object:
-    return nn.Parameter(p.to_local().detach().clone())
-
-
-def another_shape(p: DTensor) -> object:
-    return nn.Parameter(distribute_tensor(torch.zeros(98, 13), p.device_mesh, p.placements))
-
-
-def replicated(p: DTensor) -> object:
-    return nn.Parameter(distribute_tensor(other_values(p), p.device_mesh, [Replicate()]))
-
-
-def another_dim(p: DTensor) -> object:
-    return nn.Parameter(distribute_tensor(other_values(p), p.device_mesh, [Shard(1)]))
-
-
-def nothing(p: DTensor) -> object:
-    return None
-
-
-CANNOT_BE_ADOPTED = {
-    plain_parameter: r"\(97, 13\).*not a DTensor.*functional_call takes such parameters",
-    plain_local_parameter: "not a DTensor",
-    another_shape: r"\(98, 13\)",
-    replicated: "Replicate",
-    another_dim: r"Shard\(dim=1\).*Shard\(dim=0\).*distribute_tensor",
-    nothing: "removed, as by a parametrization.*before fully_shard",
+CANNOT_BE_ADOPTED: dict[str, tuple[Callable[[DTensor], object], str]] = {
+    "plain": (
+        lambda p: nn.Parameter(other_values(p)),
+        r"\(97, 13\).*not a DTensor.*functional_call takes such parameters",
+    ),
+    "plain and local": (lambda p: nn.Parameter(p.to_local().detach().clone()), "not a DTensor"),
+    "another shape": (lambda p: resharded(p, torch.zeros(98, 13), [Shard(0)]), r"\(98, 13\)"),
+    "replicated": (lambda p: resharded(p, other_values(p), [Replicate()]), "Replicate"),
+    "another dim": (
+        lambda p: resharded(p, other_values(p), [Shard(1)]),
+        r"Shard\(dim=1\).*Shard\(dim=0\).*distribute_tensor",
+    ),
+    "nothing": (lambda p: None, "removed, as by a parametrization.*before fully_shard"),
 }
 
 
 @multi_rank(2)
 @BEFORE_AND_AFTER
-@pytest.mark.parametrize("replacement", list(CANNOT_BE_ADOPTED), ids=lambda each: each.__name__)
-def test_replacement_that_cannot_be_adopted(replacement: Callable[[DTensor], object], ran_before: bool) -> None:
+@pytest.mark.parametrize("replacement", CANNOT_BE_ADOPTED)
+def test_replacement_that_cannot_be_adopted(replacement: str, ran_before: bool) -> None:
     model = prepared(ran_before)
     before = model[0].weight
-    model[0].weight = replacement(before)
-    expected = CANNOT_BE_ADOPTED[replacement]
+    made, expected = CANNOT_BE_ADOPTED[replacement]
+    model[0].weight = made(before)
     with pytest.raises(FSDPRuntimeError, match=rf"'0\.weight'.*replaced.*{expected}"):
         model(INPUTS)
     model[0].weight = before
@@ -82,18 +68,10 @@ def by_assignment(model: nn.Module, values: Tensor) -> None:
     model[0].weight = distributed(model[0].weight, values)
 
 
-def by_registration(model: nn.Module, values: Tensor) -> None:
-    model[0].register_parameter("weight", distributed(model[0].weight, values))
-
-
 def by_loading_with_assign(model: nn.Module, values: Tensor) -> None:
     state = dict(model.state_dict())
     state["0.weight"] = distributed(model[0].weight, values).detach()
     model.load_state_dict(state, assign=True)
-
-
-def by_loading_a_part_with_assign(model: nn.Module, values: Tensor) -> None:
-    model[0].load_state_dict({"weight": distributed(model[0].weight, values).detach()}, assign=True, strict=False)
 
 
 def by_swap_tensors(model: nn.Module, values: Tensor) -> None:
@@ -117,15 +95,14 @@ def in_place(model: nn.Module, values: Tensor) -> None:
 
 WAYS_TO_REPLACE = [
     by_assignment,
-    by_registration,
     by_loading_with_assign,
-    by_loading_a_part_with_assign,
     by_swap_tensors,
     by_loading_with_swap,
     in_place,
 ]
 
 
+@pytest.mark.full
 @multi_rank(2)
 @BEFORE_AND_AFTER
 @pytest.mark.parametrize("replace", WAYS_TO_REPLACE, ids=lambda each: each.__name__)
@@ -142,6 +119,7 @@ def test_replacement_is_adopted(replace: Callable[[nn.Module, Tensor], None], ra
     assert_trains_like(reference, model, optimizer, steps=2)
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_replacement_by_a_smaller_dtype_is_adopted() -> None:
     """The group then has two buffers."""
@@ -215,24 +193,8 @@ class WithAdapter(nn.Module):
         return self.layer(x) + self.adapter(x)
 
 
-def to_the_root(model: nn.Module) -> None:
-    model.register_parameter("extra", nn.Parameter(torch.zeros(3)))
-
-
-def to_an_owning_module(model: nn.Module) -> None:
-    model[4].register_parameter("extra", nn.Parameter(torch.zeros(3)))
-
-
-def to_a_sharded_child(model: nn.Module) -> None:
-    model[0].register_parameter("extra", nn.Parameter(torch.zeros(3)))
-
-
-def to_a_module_without_parameters(model: nn.Module) -> None:
-    model[1].register_parameter("extra", nn.Parameter(torch.zeros(3)))
-
-
-def in_a_new_submodule(model: nn.Module) -> None:
-    model.append(nn.Linear(1, 1))
+def add_extra(module: nn.Module) -> None:
+    module.register_parameter("extra", nn.Parameter(torch.zeros(3)))
 
 
 def in_place_of_a_parameter_that_was_none(model: nn.Module) -> None:
@@ -242,34 +204,30 @@ def in_place_of_a_parameter_that_was_none(model: nn.Module) -> None:
     model[1].optional = nn.Parameter(torch.zeros(3))
 
 
-def in_a_module_put_in_anothers_place(model: nn.Module) -> None:
-    model[4] = nn.Linear(33, 1)
-
-
-def in_an_adapter_around_a_layer(model: nn.Module) -> None:
-    model[4] = WithAdapter(model[4])
-
-
-WAYS_TO_ADD = {
-    to_the_root: r"'extra'",
-    to_an_owning_module: r"'4\.extra'",
-    to_a_sharded_child: r"'0\.extra'",
-    to_a_module_without_parameters: r"'1\.extra'",
-    in_a_new_submodule: r"'5\.weight'",
-    in_place_of_a_parameter_that_was_none: r"'1\.optional'",
-    in_a_module_put_in_anothers_place: r"'4\.weight'",
-    in_an_adapter_around_a_layer: r"'4\.adapter\.weight'",
+WAYS_TO_ADD: dict[str, tuple[Callable[[nn.Module], object], str]] = {
+    "to the root": (add_extra, r"'extra'"),
+    "to an owning module": (lambda model: add_extra(model[4]), r"'4\.extra'"),
+    "to a sharded child": (lambda model: add_extra(model[0]), r"'0\.extra'"),
+    "to a module without parameters": (lambda model: add_extra(model[1]), r"'1\.extra'"),
+    "in a new submodule": (lambda model: model.append(nn.Linear(1, 1)), r"'5\.weight'"),
+    "in place of a parameter that was none": (in_place_of_a_parameter_that_was_none, r"'1\.optional'"),
+    "in a module put in another's place": (lambda model: model.__setitem__(4, nn.Linear(33, 1)), r"'4\.weight'"),
+    "in an adapter around a layer": (
+        lambda model: model.__setitem__(4, WithAdapter(model[4])),
+        r"'4\.adapter\.weight'",
+    ),
 }
 
 
 @multi_rank(2)
 @BEFORE_AND_AFTER
-@pytest.mark.parametrize("add", list(WAYS_TO_ADD), ids=lambda each: each.__name__)
-def test_parameter_added_after_wrapping(add: Callable[[nn.Module], None], ran_before: bool) -> None:
+@pytest.mark.parametrize("way", WAYS_TO_ADD)
+def test_parameter_added_after_wrapping(way: str, ran_before: bool) -> None:
     """It would train on each rank's own gradient, and the ranks would drift apart without a word."""
     model = prepared(ran_before)
+    add, name = WAYS_TO_ADD[way]
     add(model)
-    with pytest.raises(FSDPRuntimeError, match=rf"{WAYS_TO_ADD[add]}.*Sequential.*fully_shard.*ignored_params"):
+    with pytest.raises(FSDPRuntimeError, match=rf"{name}.*Sequential.*fully_shard.*ignored_params"):
         model(INPUTS)
 
 
@@ -277,13 +235,14 @@ def test_parameter_added_after_wrapping(add: Callable[[nn.Module], None], ran_be
 @BEFORE_AND_AFTER
 def test_an_added_parameter_can_be_removed_again(ran_before: bool) -> None:
     model = prepared(ran_before)
-    to_an_owning_module(model)
+    add_extra(model[4])
     with pytest.raises(FSDPRuntimeError, match=r"'4\.extra'"):
         model(INPUTS)
     del model[4].extra
     train(model)
 
 
+@pytest.mark.full
 @multi_rank(2)
 @BEFORE_AND_AFTER
 def test_a_buffer_may_be_added(ran_before: bool) -> None:
@@ -292,6 +251,7 @@ def test_a_buffer_may_be_added(ran_before: bool) -> None:
     train(model)
 
 
+@pytest.mark.full
 @multi_rank(2)
 @BEFORE_AND_AFTER
 def test_a_sharded_submodule_may_be_added(ran_before: bool) -> None:

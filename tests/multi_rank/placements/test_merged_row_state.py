@@ -1,23 +1,12 @@
-"""State dicts and checkpoints of rows of merged dims: a rank's rows are several boxes of the whole, or none."""
+"""Rows of merged dims, by the functions and in the files of this package; torch's are in `test_row_block_state.py`."""
 
 from __future__ import annotations
 
-import copy
-import io
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
-from torch.distributed.tensor import DTensor
 
 from fsdp2 import broadcast_parameters, full_parameters, fully_shard
 from fsdp2.checkpoint import (
@@ -28,13 +17,11 @@ from fsdp2.checkpoint import (
     save,
     save_safetensors,
 )
-from tests.harness import Reference, adamw, assert_trains_like, multi_rank, tolerance_for
-from tests.harness.compare import SUM_ORDER, assert_same
+from tests.harness import adamw, multi_rank
+from tests.harness.compare import assert_same
 from tests.harness.compare import full_parameters as gathered
-from tests.harness.pool import WorkerPools
-from tests.multi_rank.placements.helpers.merged_rows import MIXTURE, sharded, train, trained
-
-STEPS = 2
+from tests.harness.shared.training import trainable
+from tests.multi_rank.placements.helpers.merged_rows import MIXTURE, sharded
 
 
 def plainly_sharded(seed: int = 0) -> Any:
@@ -42,46 +29,6 @@ def plainly_sharded(seed: int = 0) -> Any:
     for unit in MIXTURE.units(model):
         fully_shard(unit)
     return model
-
-
-def expected_parameters(seed: int = 0) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach() for name, parameter in MIXTURE.build(seed).named_parameters()}
-
-
-@multi_rank(2, 4)
-def test_state_dicts_go_out_and_come_back(world_size: int) -> None:
-    model, file = sharded(), io.BytesIO()
-    torch.save(model.state_dict(), file)
-    file.seek(0)
-    states = (model.state_dict(), torch.load(file, weights_only=True), plainly_sharded().state_dict())
-    for state in (*states, MIXTURE.build().state_dict()):
-        other = sharded(MIXTURE.build(seed=1))
-        other.load_state_dict(state)
-        assert_same("parameters", gathered(other), expected_parameters())
-    assigned = sharded(MIXTURE.build(seed=1))
-    assigned.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
-    train(assigned)
-    plain = plainly_sharded(1)
-    plain.load_state_dict(model.state_dict())
-    assert_same("parameters", gathered(plain), expected_parameters())
-
-
-@multi_rank(2, 4)
-def test_full_state_dicts(world_size: int) -> None:
-    model = sharded()
-    optimizer = adamw(trained(model))
-    reference = Reference(MIXTURE, world_size=world_size)
-    assert_trains_like(reference, model, optimizer, steps=STEPS, tolerance=tolerance_for(world_size))
-    full, full_optimizer = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
-    assert not any(isinstance(value, DTensor) for value in full.values())
-    assert_same("full state", full, reference.model.state_dict(), tolerance=SUM_ORDER)
-    names = dict(reference.model.named_parameters())
-    for name, state in full_optimizer["state"].items():
-        expected = reference.optimizer.state[names[name]]["exp_avg"]
-        torch.testing.assert_close(state["exp_avg"], expected, rtol=1e-5, atol=1e-6)
-    on_first = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    if dist.get_rank() == 0:
-        assert_same("on rank 0", on_first, full)
 
 
 @multi_rank(2, 4)
@@ -116,61 +63,19 @@ def test_whole_weights_come_and_go(world_size: int) -> None:
 @multi_rank(2, 4)
 def test_files_of_this_package(tmp_path: Path, world_size: int) -> None:
     model = sharded()
-    optimizer = adamw(trained(model))
+    optimizer = adamw(trainable(model))
     MIXTURE.loss(model, MIXTURE.batch(0, 0, dist.get_rank())).backward()
     optimizer.step()
     save(tmp_path / "own", model, optimizer)
     save_safetensors(model, tmp_path / "tensors")
     for make in (lambda: sharded(MIXTURE.build(seed=1)), lambda: plainly_sharded(1)):
         other = make()
-        other_optimizer = adamw(trained(other))
+        other_optimizer = adamw(trainable(other))
         load(tmp_path / "own", other, other_optimizer)
         assert_same("loaded", gathered(other), gathered(model))
-        for one, two in zip(trained(model), trained(other), strict=True):
+        for one, two in zip(trainable(model), trainable(other), strict=True):
             ours, theirs = (each.state[p]["exp_avg"] for each, p in ((optimizer, one), (other_optimizer, two)))
             assert torch.equal(ours.full_tensor(), theirs.full_tensor())
         other = make()
         load_safetensors(other, tmp_path / "tensors")
         assert_same("loaded", gathered(other), gathered(model))
-
-
-# ---- torch's distributed checkpoints, saved on four ranks ----------------------------------------
-
-
-def save_by_torch(folder: Path) -> None:
-    model = sharded()
-    optimizer = adamw(trained(model))
-    reference = Reference(MIXTURE, world_size=4)
-    assert_trains_like(reference, model, optimizer, steps=STEPS, tolerance=SUM_ORDER)
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder / "sharded")
-    if dist.get_rank() == 0:
-        torch.save((reference.model.state_dict(), reference.optimizer.state_dict()), folder / "reference.pt")
-
-
-def load_by_torch(folder: Path, merges: bool) -> None:
-    model: Any = sharded(MIXTURE.build(seed=1)) if merges else plainly_sharded(1)
-    optimizer = adamw(trained(model))
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder / "sharded")
-    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
-    reference = Reference(MIXTURE, world_size=dist.get_world_size())
-    plain, plain_optimizer = torch.load(folder / "reference.pt", weights_only=False)
-    assert_same("loaded", gathered(model), plain, tolerance=SUM_ORDER)
-    reference.model.load_state_dict(plain)
-    reference.optimizer.load_state_dict(plain_optimizer)
-    reference.steps_done = STEPS
-    record = reference.step()
-    MIXTURE.loss(model, MIXTURE.batch(0, record.step, dist.get_rank())).backward()
-    optimizer.step()
-    assert_same("parameters", gathered(model), record.parameters, tolerance=SUM_ORDER)
-    state = {"model": {name: torch.zeros_like(value) for name, value in MIXTURE.build(seed=2).state_dict().items()}}
-    dcp.load(state, checkpoint_id=folder / "sharded")
-    assert_same("as plain tensors", state["model"], plain, tolerance=SUM_ORDER)
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_distributed_checkpoints_fit_any_ranks(world_size: int, pools: WorkerPools, tmp_path: Path) -> None:
-    pools[4].run(save_by_torch, tmp_path)
-    for merges in (True, False):
-        pools[world_size].run(load_by_torch, tmp_path, merges)

@@ -18,12 +18,10 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 import fsdp2
 from fsdp2 import (
     BlockShard,
-    CPUOffloadPolicy,
     DataParallelMeshDims,
     FSDPMeshInfo,
     FSDPNotImplementedError,
     FSDPValueError,
-    MixedPrecisionPolicy,
     RaggedDTensor,
     RaggedShard,
     ShardPlacementResult,
@@ -31,8 +29,9 @@ from fsdp2 import (
     unwrap,
 )
 from fsdp2.checkpoint import load_full
-from tests.harness import Accumulation, Reference, adamw, multi_rank, others_full
-from tests.harness.compare import SUM_ORDER, Tolerance, assert_same, full_parameters, tolerance_for
+from tests.harness import Reference, adamw, multi_rank
+from tests.harness.compare import SUM_ORDER, Tolerance, assert_same, full_parameters
+from tests.harness.shared.training import trainable
 from tests.harness.training import assert_trains_like
 from tests.multi_rank.placements.helpers.merged_rows import (
     LEADING,
@@ -43,15 +42,14 @@ from tests.multi_rank.placements.helpers.merged_rows import (
     rows_of,
     sharded,
     train,
-    trained,
 )
 
 ROUNDED = Tolerance(1e-5, 1e-6, "vector and scalar code of fused optimizers round otherwise, as the cut decides")
-BF16 = Tolerance(0.1, 2e-2, "bf16, whose rounding differs with the order of sums")
 
 
+@pytest.mark.full
 @multi_rank(2, 4)
-@pytest.mark.parametrize("reshard_after_forward", others_full([None, True, False], [None, False]))  # full: 2 cases, 1 s
+@pytest.mark.parametrize("reshard_after_forward", [None, True, False])
 def test_merged_rows_train_like_the_reference(reshard_after_forward: bool | None, world_size: int) -> None:
     model = sharded(reshard_after_forward=reshard_after_forward)
     assert_lies_in_rows(model, world_size, dist.get_rank(), MIXTURE.build())
@@ -88,61 +86,19 @@ def test_torchs_placement_is_taken() -> None:
         fully_shard(Experts(), shard_placement_fn=lambda p: Foreign((4, 3), (2, 1)))
 
 
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "adamw": lambda p: torch.optim.AdamW(p, 1e-2, eps=1e-3, foreach=False),
-    "adamw foreach": lambda p: torch.optim.AdamW(p, 1e-2, eps=1e-3, foreach=True),
-    "adamw fused": lambda p: torch.optim.AdamW(p, 1e-2, eps=1e-3, fused=True),
-    "sgd foreach": lambda p: torch.optim.SGD(p, 1e-2, momentum=0.9, foreach=True),
-}
-
-
-@multi_rank(4, full=[2])  # 4 cases more, 1 s
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers(name: str, world_size: int) -> None:
-    train(sharded(), make_optimizer=OPTIMIZERS[name], tolerance=ROUNDED)
-
-
-@multi_rank(4, full=[2])  # 2 cases more, 1 s
+@pytest.mark.full
+@multi_rank(2, 4)
 @pytest.mark.parametrize("flat", [False, True])
 def test_local_optimizers_and_fsdp2s_clipping(flat: bool, world_size: int) -> None:
     model = sharded()
-    optimizer = fsdp2.optim.local(torch.optim.AdamW, trained(model), lr=1e-2, eps=1e-3, flat=flat)
-    reference = Reference(MIXTURE, world_size=world_size, make_optimizer=OPTIMIZERS["adamw"], max_norm=0.1)
+    optimizer = fsdp2.optim.local(torch.optim.AdamW, trainable(model), lr=1e-2, eps=1e-3, flat=flat)
+    reference = Reference(MIXTURE, world_size=world_size, make_optimizer=adamw, max_norm=0.1)
     assert_trains_like(reference, model, optimizer, steps=3, tolerance=ROUNDED, clip=fsdp2.clip_grad_norm_)
     state = optimizer.state[model.experts.up]["exp_avg"]
     assert state.placements == model.experts.up.placements and state.shape == (3, 5, 4)
 
 
-@multi_rank(2, full=[4])  # 1 s
-def test_other_settings(world_size: int) -> None:
-    """Mixed precision, offloading, strategies, recomputation by turns."""
-    train(
-        sharded(mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
-        param_dtype=torch.bfloat16,
-        grad_dtype=torch.float32,
-        reduce_dtype=torch.float32,
-        tolerance=BF16,
-    )
-    for pin_memory in (False, True):
-        train(sharded(offload_policy=CPUOffloadPolicy(pin_memory=pin_memory)))
-    for strategy in ("zero1", "zero2", "zero3"):
-        train(sharded(strategy=strategy))
-
-
-@multi_rank(2, full=[4])  # 2 cases more, 1 s
-@pytest.mark.parametrize("accumulation", list(Accumulation))
-def test_accumulated(accumulation: Accumulation, world_size: int) -> None:
-    model: Any = sharded()
-    reference = Reference(MIXTURE, world_size=world_size, microbatches=3, accumulation=accumulation)
-
-    def before(micro: int) -> None:
-        if accumulation is Accumulation.REDUCE_LAST:
-            model.set_requires_gradient_sync(micro == 2)
-
-    tolerance = tolerance_for(world_size)
-    assert_trains_like(reference, model, adamw(trained(model)), steps=2, tolerance=tolerance, before_forward=before)
-
-
+@pytest.mark.full
 @multi_rank(4)
 def test_resharded_to_fewer_ranks_after_forward() -> None:
     model: Any = sharded(reshard_after_forward=2)
@@ -150,20 +106,10 @@ def test_resharded_to_fewer_ranks_after_forward() -> None:
     part = model.experts.up
     assert part.placements == (Replicate(), BlockShard((4,)))
     assert torch.equal(part.to_local(), rows_of(MIXTURE.build().experts.up.detach(), 2, 2, dist.get_rank() % 2))
-    del loss
-    model.reshard()
-    train(sharded(reshard_after_forward=2))
+    loss.backward()
 
 
-@multi_rank(4)
-def test_over_replicas() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = sharded(mesh=mesh)
-    assert_lies_in_rows(model, 2, mesh.get_local_rank("shard"), MIXTURE.build())
-    assert model.experts.up.placements == (Replicate(), BlockShard((4,)))
-    train(model, max_norm=0.1, tolerance=SUM_ORDER)
-
-
+@pytest.mark.full
 @multi_rank(2, 4)
 def test_a_group_of_one_rank(world_size: int) -> None:
     """Nothing is gathered: the unsharded parameter lies where the rows do."""
@@ -273,6 +219,7 @@ def test_what_cannot_lie_beside_it() -> None:
     assert torch.equal(tensor.full_tensor(), whole)
 
 
+@pytest.mark.full
 @multi_rank(4)
 def test_a_mesh_of_its_own() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
@@ -288,7 +235,8 @@ def test_a_mesh_of_its_own() -> None:
 # ---- copies, conversions, initialization ---------------------------------------------------------
 
 
-@multi_rank(2, full=[4])  # 1 s
+@pytest.mark.full
+@multi_rank(2, 4)
 def test_copies_train_on(world_size: int) -> None:
     model = sharded()
     for other in (copy.deepcopy(model), copy.deepcopy(model).double().float()):
@@ -317,7 +265,7 @@ def test_on_meta_then_initialized_with_the_numbers_of_the_whole(world_size: int)
     assert_lies_in_rows(model, world_size, dist.get_rank(), plain)
 
 
-@multi_rank(2, full=[4])
+@multi_rank(2, 4)
 def test_tied_across_calls(world_size: int) -> None:
     first, second = Experts(), Experts()
     second.up = first.up

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -13,10 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, Owned, fully_shard
-from tests.harness import Accumulation, Reference, adamw, multi_rank, others_full, use_native_collectives
+from fsdp2 import MixedPrecisionPolicy, Owned, fully_shard
+from tests.harness import Reference, adamw, multi_rank, use_native_collectives
 from tests.harness.compare import (
-    FUSED,
     SUM_ORDER,
     Tolerance,
     assert_sharded_same,
@@ -26,8 +24,15 @@ from tests.harness.compare import (
 )
 from tests.harness.counting import Collectives
 from tests.harness.models import UNEVEN_MLP, ModelCase
+from tests.harness.shared.optimizers import (
+    MakeOptimizer,
+    adamw_for_loop,
+    adamw_foreach,
+    adamw_fused,
+    sgd_momentum,
+    tolerance_of,
+)
 from tests.harness.shared.owned import (
-    FROZEN_NET,
     MIXED_NET,
     NET,
     ORTHOGONALIZED,
@@ -45,11 +50,8 @@ from tests.harness.training import assert_trains_like
 BF16 = Tolerance(0.1, 2e-2, "bf16, whose rounding differs with the order of sums")
 
 
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
+@pytest.mark.full
+@multi_rank(2, 4)
 def test_the_owner_has_everything_and_the_others_nothing(world_size: int) -> None:
     plain, model = NET.build(), sharded()
     whole = dict(plain.named_parameters())
@@ -65,25 +67,19 @@ def test_the_owner_has_everything_and_the_others_nothing(world_size: int) -> Non
         assert torch.equal(parameter.full_tensor(), whole[name])
 
 
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
-@pytest.mark.parametrize("reshard_after_forward", others_full([None, True, False], [None, False]))  # 4 cases, 1 s
-@pytest.mark.parametrize("make", [adamw, sgd])
+@pytest.mark.full
+@multi_rank(2, 4)
+@pytest.mark.parametrize("reshard_after_forward", [None, True, False])
+@pytest.mark.parametrize("make", [sgd_momentum, adamw_for_loop, adamw_foreach, adamw_fused])
 def test_owned_parameters_train_like_the_reference(
-    make: Any, reshard_after_forward: bool | None, world_size: int
+    make: MakeOptimizer, reshard_after_forward: bool | None, world_size: int
 ) -> None:
-    train(sharded(reshard_after_forward=reshard_after_forward), make=make)
+    model = sharded(reshard_after_forward=reshard_after_forward)
+    train(model, make=make, tolerance=tolerance_of(make, world_size))
 
 
-@multi_rank(2, full=[4])  # 2 cases more, 1 s
-@pytest.mark.parametrize("fused", [False, True])
-def test_fused_and_single_optimizers(fused: bool, world_size: int) -> None:
-    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, fused=fused, foreach=False if not fused else None)
-
-    train(sharded(), make=make, tolerance=FUSED if fused else None)
-
-
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
+@pytest.mark.full
+@multi_rank(2, 4)
 def test_muon_trains_like_the_unsharded_model_without_a_collective_of_its_own(world_size: int) -> None:
     model, plain = sharded(), NET.build()
     reference = Reference(NET, world_size=world_size, make_optimizer=muon_of(plain), model=plain)
@@ -100,7 +96,8 @@ def test_muon_trains_like_the_unsharded_model_without_a_collective_of_its_own(wo
         assert_sharded_same("parameters", parameters_of(model), record.parameters, tolerance=tolerance)
 
 
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
+@pytest.mark.full
+@multi_rank(2, 4)
 def test_a_group_communicates_as_often_as_without_owners(world_size: int) -> None:
     """Small ones are packed with the others: as many collectives as if all were sharded."""
     use_native_collectives()
@@ -122,7 +119,8 @@ def wide() -> nn.Module:
     return nn.Sequential(nn.Linear(*WIDE[:2]), nn.GELU(), nn.Linear(*WIDE[1:]), nn.Linear(WIDE[2], 1))
 
 
-@multi_rank(4, full=[2])  # 4 cases more, 1 s
+@pytest.mark.full
+@multi_rank(2, 4)
 @pytest.mark.parametrize("owners", [None, OneOwner(1)], ids=["balanced", "one"])
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)])
 def test_large_ones_are_gathered_straight_into_place(
@@ -147,43 +145,20 @@ def UNEVEN_MLP_256(generator: torch.Generator) -> Any:
     return type(batch)(torch.randn(4, 256, generator=generator), batch.targets)
 
 
-@multi_rank(4, full=[2])  # 2 cases more, 1 s
-@pytest.mark.parametrize("rank", [0, 1])
-def test_one_rank_owns_all_and_the_others_nothing(rank: int, world_size: int) -> None:
-    train(sharded(owners=OneOwner(rank)))
+@pytest.mark.full
+@multi_rank(2, 4)
+def test_one_rank_owns_all_and_the_others_nothing(world_size: int) -> None:
+    train(sharded(owners=OneOwner(1)))
 
 
-@multi_rank(4)
-def test_more_ranks_than_matrices() -> None:
-    def place(parameter: nn.Parameter) -> Owned | None:
-        return Owned(2) if parameter.dim() == 3 else None
-
-    train(sharded(owners=place))
-
-
-@multi_rank(2, full=[4])  # 2 cases more, 1 s
-@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
-def test_owned_parameters_in_mixed_precision(reduce_dtype: torch.dtype | None, world_size: int) -> None:
-    model = sharded(mp_policy=MixedPrecisionPolicy(torch.bfloat16, reduce_dtype))
-    assert model.blocks[0].up.weight.dtype == torch.float32
-    train(model, param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype, tolerance=BF16)
-
-
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
+@pytest.mark.full
+@multi_rank(2, 4)
 def test_parameters_of_several_dtypes(world_size: int) -> None:
     """Each dtype has a region of its own."""
     train(sharded(MIXED_NET), MIXED_NET)
 
 
-@multi_rank(4)
-@pytest.mark.parametrize("make", [adamw, sgd])
-def test_owned_parameters_over_replicas(make: Any) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = sharded(mesh=mesh)
-    assert {fsdp_param_of(p) for name, p in model.named_parameters() if is_matrix(name, p)} == {0, 1}
-    train(model, make=make)
-
-
+@pytest.mark.full
 @multi_rank(4)
 def test_muon_with_replicas() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -192,34 +167,8 @@ def test_muon_with_replicas() -> None:
     assert_trains_like(reference, model, Both(model), steps=3, tolerance=ORTHOGONALIZED)
 
 
-@multi_rank(2, full=[4])  # 2 cases more, 1 s
-@pytest.mark.parametrize("accumulation", list(Accumulation))
-def test_microbatches(accumulation: Accumulation, world_size: int) -> None:
-    model = sharded()
-
-    def before_forward(micro: int) -> None:
-        if accumulation is Accumulation.REDUCE_LAST:
-            model.set_requires_gradient_sync(micro == 1)
-
-    train(model, microbatches=2, accumulation=accumulation, before_forward=before_forward)
-
-
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
-def test_frozen_ones(world_size: int) -> None:
-    model = sharded(FROZEN_NET)
-    assert fsdp_param_of(model.blocks[0].up.weight) is not None, "a choice of the caller's own is followed"
-    train(model, FROZEN_NET)
-
-
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
-def test_without_a_gradient_anywhere_there_is_none(world_size: int) -> None:
-    model = sharded()
-    loss_on(NET, model, 0, dist.get_rank()).backward()
-    assert all(block.unused.grad is None for block in model.blocks)
-    assert all(block.up.weight.grad is not None for block in model.blocks)
-
-
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
+@pytest.mark.full
+@multi_rank(2, 4)
 def test_a_gradient_on_some_ranks_only(world_size: int) -> None:
     """Rank 1 alone uses a matrix: its owner, whoever it is, gets what it sent, divided by the ranks."""
     for owner in range(world_size):
@@ -242,42 +191,12 @@ class Uses(nn.Module):
 
 
 @multi_rank(4)
-@pytest.mark.parametrize("make", [adamw])
-def test_resharded_to_fewer_ranks_after_forward(make: Any) -> None:
-    train(sharded(reshard_after_forward=2), make=make)
+def test_resharded_to_fewer_ranks_after_forward() -> None:
+    train(sharded(reshard_after_forward=2))
 
 
-@multi_rank(2, full=[4])  # 3 cases more, 1 s
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
-def test_strategies(strategy: Any, world_size: int) -> None:
-    model = sharded()
-    model.set_strategy(strategy)
-    train(model)
-
-
-@multi_rank(2, full=[4])  # 2 cases more, 1 s
-@pytest.mark.parametrize("gradients", [False, True])
-def test_offloaded(gradients: bool, world_size: int) -> None:
-    train(sharded(offload_policy=CPUOffloadPolicy(gradients=gradients or None)))
-
-
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
-def test_clipped(world_size: int) -> None:
-    model, plain = sharded(), NET.build()
-    optimizer, other = adamw(trainable(model)), adamw(trainable(plain))
-    for step in range(3):
-        loss_on(NET, model, step, dist.get_rank()).backward()
-        norm = fsdp2.clip_grad_norm_(model.parameters(), 0.1)
-        (sum(loss_on(NET, plain, step, rank) for rank in range(world_size)) / world_size).backward()
-        expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-        torch.testing.assert_close(norm, expected, rtol=1e-5, atol=1e-6)
-        for each in (optimizer, other):
-            each.step()
-            each.zero_grad()
-    assert_sharded_same("parameters", parameters_of(model), parameters_of(plain), tolerance=SUM_ORDER)
-
-
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
+@pytest.mark.full
+@multi_rank(2, 4)
 def test_materialized_from_meta(world_size: int) -> None:
     with torch.device("meta"):
         model = NET.make_model()
@@ -299,12 +218,7 @@ def test_materialized_from_meta(world_size: int) -> None:
     train(model)
 
 
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
-def test_copies_train_on(world_size: int) -> None:
-    train(copy.deepcopy(sharded()))
-
-
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
+@multi_rank(2, 4)
 def test_unwrapped_and_wrapped_again(world_size: int) -> None:
     model = sharded()
     reference = Reference(NET, world_size=world_size)
@@ -323,7 +237,8 @@ def test_unwrapped_and_wrapped_again(world_size: int) -> None:
     assert fsdp_param_of(model.blocks[0].up.weight) is not None, "what balanced_owners noted is still there"
 
 
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
+@pytest.mark.full
+@multi_rank(2, 4)
 def test_state_dicts_are_loaded_and_assigned(world_size: int) -> None:
     for assign in (False, True):
         model, other = sharded(), sharded(model=NET.build(seed=1))

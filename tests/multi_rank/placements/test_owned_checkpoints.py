@@ -59,6 +59,7 @@ def load_and_train(folder: Path) -> None:
     assert_sharded_same("parameters", parameters_of(model), records[-1].parameters, tolerance=ORTHOGONALIZED)
 
 
+@pytest.mark.full  # 7 s
 @pytest.mark.parametrize(("saving", "loading"), [(2, 2), (2, 4), (4, 2), (2, 1), (1, 2)])
 def test_a_checkpoint_moves_to_other_owners(saving: int, loading: int, pools: WorkerPools, tmp_path: Path) -> None:
     for world_size, body in ((saving, save), (loading, load_and_train)):
@@ -72,6 +73,7 @@ def _call(body: Callable[[Path], None], folder: Path) -> None:
     body(folder)
 
 
+@pytest.mark.full
 @multi_rank(2, 4)
 def test_the_full_state_dict_is_the_plain_models(world_size: int) -> None:
     state = get_model_state_dict(sharded(), options=StateDictOptions(full_state_dict=True, cpu_offload=True))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -23,10 +23,8 @@ from fsdp2 import (
     ShardPlacementResult,
     fully_shard,
 )
-from fsdp2.core.options import AllGather, ReduceScatter
 from tests.harness import Reference, multi_rank
 from tests.harness.compare import tolerance_for
-from tests.harness.models import UNEVEN_MLP, ModelCase
 from tests.harness.parity.implementation import installed_from
 from tests.harness.reference import adamw
 from tests.harness.shared.optimizers import local_like
@@ -35,27 +33,10 @@ from tests.harness.shared.training import loss_on, trainable
 from tests.harness.training import assert_trains_like
 
 
-@multi_rank(2, 4)
-def test_tied_to_another_call(world_size: int) -> None:
-    train(tied(), TIED_CASE)
-
-
 def tied_model() -> nn.Module:
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
     model[2].weight = model[0].weight
     return model
-
-
-def tied_batch(generator: torch.Generator) -> Any:
-    batch = UNEVEN_MLP.make_batch(generator)
-    return type(batch)(torch.randn(4, 8, generator=generator), torch.randn(4, 8, generator=generator))
-
-
-TIED_CASE = ModelCase("tied_owned", tied_model, tied_batch, ("0", "2"), UNEVEN_MLP.loss_of)
-
-
-def tied() -> nn.Module:
-    return sharded(TIED_CASE, owners=OneOwner(1))
 
 
 @multi_rank(2)
@@ -94,32 +75,6 @@ def test_beside_tensor_parallelism_it_is_refused() -> None:
         fully_shard(model, mesh=mesh["dp"], shard_placement_fn=OneOwner(0))
 
 
-class Gathers(AllGather):
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(tuple(size), dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
-        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
-
-
-class Scatters(ReduceScatter):
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(tuple(size), dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
-
-
-@multi_rank(2, 4)
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_collectives_of_the_users_own(world_size: int) -> None:
-    model = sharded()
-    for module in (*model.blocks, model):
-        module.set_custom_all_gather(Gathers())
-        module.set_custom_reduce_scatter(Scatters())
-    train(model)
-
-
 @multi_rank(4)
 @installed_from((2, 13), "earlier DTensors sum gradients over ranks before they arrive, as a warning of ours says")
 def test_replicated_in_the_other_dim_of_the_mesh() -> None:
@@ -146,6 +101,7 @@ def test_replicated_in_the_other_dim_of_the_mesh() -> None:
         torch.testing.assert_close(found.full_tensor(), expected.detach(), rtol=1e-5, atol=1e-6, msg=name)
 
 
+@pytest.mark.full
 @multi_rank(4)
 def test_another_mesh_for_what_is_owned() -> None:
     """The rank counts in the mesh that goes with it: the experts' own."""
@@ -190,25 +146,11 @@ def test_an_owned_parameter_with_an_extension_is_refused() -> None:
         fully_shard(module, shard_placement_fn=OneOwner(0))
 
 
-@multi_rank(2, 4)
-def test_a_copy_of_the_model_and_its_optimizer(world_size: int) -> None:
-    model = sharded()
-    reference = Reference(NET, world_size=world_size)
-    optimizer = adamw(trainable(model))
-    tolerance = tolerance_for(world_size)
-    assert_trains_like(reference, model, optimizer, steps=2, tolerance=tolerance)
-    model, optimizer = copy.deepcopy((model, optimizer))
-    loss_on(NET, model, 0, dist.get_rank()).backward()
-    optimizer.step()
-    assert fsdp_param_of(model.blocks[0].up.weight) is not None
-    for state in optimizer.state.values():
-        assert isinstance(state["exp_avg"], DTensor)
-
-
 def in_blocks(parameter: nn.Parameter) -> fsdp2.RowBlocks:
     return fsdp2.RowBlocks(3)
 
 
+@pytest.mark.full
 @multi_rank(2)
 @pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
 @pytest.mark.parametrize("owners", [None, OneOwner(1), in_blocks], ids=["balanced", "owned", "row_blocks"])
@@ -225,6 +167,7 @@ def test_the_state_of_a_local_optimizer_lies_like_the_parameters(owners: Any, fl
     assert_trains_like(reference, model, optimizer, steps=2)
 
 
+@pytest.mark.full
 @multi_rank(2, 4)
 def test_writing_between_forward_and_backward_is_noticed(world_size: int) -> None:
     """On every rank, also those where the written parameter has no rows."""

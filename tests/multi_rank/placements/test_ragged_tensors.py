@@ -62,7 +62,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-@multi_rank(4, full=[2])  # 15 cases more, 3 s
+@pytest.mark.full
+@multi_rank(2, 4)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_do_what_they_do_to_the_whole(name: str) -> None:
     mesh = world_mesh()
@@ -92,7 +93,7 @@ def test_optimizers_do_what_they_do_to_the_whole(name: str) -> None:
         assert all(type(v) is RaggedDTensor for v in states[index].values() if isinstance(v, Tensor) and v.dim())
 
 
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 5 s on two cores
+@multi_rank(2, 4)
 def test_arithmetic_keeps_class_and_rows() -> None:
     for rows in each_cut():
         a, b = whole(sum(rows), 1), whole(sum(rows), 2)
@@ -119,7 +120,7 @@ def test_arithmetic_keeps_class_and_rows() -> None:
         assert (x == y).dtype == torch.bool
 
 
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 5 s on two cores
+@multi_rank(2, 4)
 def test_wholes_and_other_placements() -> None:
     for rows in each_cut():
         value = whole(sum(rows))
@@ -158,7 +159,7 @@ def whole_gradient(tensor: DTensor) -> Tensor:
     return gradient.full_tensor()
 
 
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 5 s on two cores
+@multi_rank(2, 4)
 def test_gradients_flow_through_wholes_and_parts() -> None:
     for rows in each_cut():
         value, factor = whole(sum(rows)), whole(sum(rows), 5)
@@ -179,7 +180,8 @@ def test_gradients_flow_through_wholes_and_parts() -> None:
         assert torch.equal(whole_gradient(tensor), torch.ones_like(value))
 
 
-@multi_rank(4, full=[2])  # 12 cases more, 1 s
+@pytest.mark.full
+@multi_rank(2, 4)
 @pytest.mark.parametrize("norm", [2.0, 1.0, float("inf")])
 @pytest.mark.parametrize("foreach", [True, False])
 @pytest.mark.parametrize("theirs", [True, False])
@@ -204,7 +206,7 @@ def test_clipping(norm: float, foreach: bool, theirs: bool) -> None:
         torch.testing.assert_close(s.grad.full_tensor(), p.grad)
 
 
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 5 s on two cores
+@multi_rank(2, 4)
 def test_sums_and_norms() -> None:
     for rows in each_cut():
         value = whole(sum(rows))
@@ -217,7 +219,7 @@ def test_sums_and_norms() -> None:
             torch.testing.assert_close(tensor.norm(order).full_tensor(), value.norm(order))
 
 
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 5 s on two cores
+@multi_rank(2, 4)
 def test_random_numbers_are_those_of_the_whole() -> None:
     for rows in each_cut():
         for fill in (nn.init.kaiming_uniform_, nn.init.normal_, nn.init.trunc_normal_, nn.init.xavier_normal_):
@@ -239,7 +241,7 @@ def test_any_and_all_of_a_dim_are_refused_and_of_everything_are_everybodys() -> 
         assert not (tensor > 1e9).any() and (tensor < 1e9).all()
 
 
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 5 s on two cores
+@multi_rank(2, 4)
 def test_the_gradient_scaler_sees_what_is_not_finite_anywhere() -> None:
     for rows in each_cut():
         for bad in (False, True):
@@ -258,7 +260,7 @@ def test_the_gradient_scaler_sees_what_is_not_finite_anywhere() -> None:
             torch.testing.assert_close(after, expected)
 
 
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 5 s on two cores
+@multi_rank(2, 4)
 def test_copies_and_pickles() -> None:
     for rows in each_cut():
         value = whole(sum(rows))
@@ -284,7 +286,7 @@ class Holder(nn.Module):
         self.weight = nn.Parameter(weight)
 
 
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 5 s on two cores
+@multi_rank(2, 4)
 def test_conversions_of_modules() -> None:
     for rows in each_cut():
         value = whole(sum(rows))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -13,16 +12,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import (
-    CPUOffloadPolicy,
     DataParallelMeshDims,
     FSDPError,
     FSDPMeshInfo,
     FSDPValueError,
-    MixedPrecisionPolicy,
     RaggedDTensor,
     RaggedShard,
     RowBlocks,
@@ -30,9 +26,10 @@ from fsdp2 import (
     fully_shard,
     unwrap,
 )
-from tests.harness import Accumulation, Reference, adamw, multi_rank, others_full
-from tests.harness.compare import SUM_ORDER, Tolerance, assert_same, full_parameters, tolerance_for
+from tests.harness import Reference, adamw, multi_rank
+from tests.harness.compare import SUM_ORDER, assert_same, full_parameters, tolerance_for
 from tests.harness.parity.extensions import Wrapped
+from tests.harness.shared.training import trainable
 from tests.harness.training import assert_trains_like
 from tests.multi_rank.placements.helpers.row_blocks import (
     BLOCK_ROWS,
@@ -42,25 +39,22 @@ from tests.multi_rank.placements.helpers.row_blocks import (
     in_blocks,
     sharded,
     train,
-    trained,
 )
 
-ROUNDED = Tolerance(1e-5, 1e-6, "vector and scalar code of fused optimizers round otherwise, as the cut decides")
-BF16 = Tolerance(0.1, 2e-2, "bf16, whose rounding differs with the order of sums")
 
-
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
-@pytest.mark.parametrize("reshard_after_forward", others_full([None, True, False], [None, False]))  # 8 cases, 3 s
+@pytest.mark.full
+@multi_rank(2, 4)
+@pytest.mark.parametrize("reshard_after_forward", [None, True, False])
 @pytest.mark.parametrize("rows", BLOCK_ROWS)
 def test_row_blocks_train_like_the_reference(rows: int, reshard_after_forward: bool | None, world_size: int) -> None:
     model = sharded(rows, reshard_after_forward=reshard_after_forward)
     assert_no_block_is_cut(model, rows, world_size, dist.get_rank())
-    train(model, max_norm=0.1, tolerance=SUM_ORDER)
+    train(model, max_norm=0.1, tolerance=SUM_ORDER, steps=3)
     model.reshard()
     assert_no_block_is_cut(model, rows, world_size, dist.get_rank())
 
 
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
+@multi_rank(2, 4)
 @pytest.mark.parametrize("rows", BLOCK_ROWS)
 def test_row_blocks_are_ragged_only_where_they_must(rows: int, world_size: int) -> None:
     for name, parameter in sharded(rows).named_parameters():
@@ -77,23 +71,8 @@ def test_row_blocks_are_ragged_only_where_they_must(rows: int, world_size: int) 
         assert isinstance(parameter, nn.Parameter)
 
 
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "adamw": lambda p: torch.optim.AdamW(p, 1e-2, eps=1e-3, foreach=False),
-    "adamw foreach": lambda p: torch.optim.AdamW(p, 1e-2, eps=1e-3, foreach=True),
-    "adamw fused": lambda p: torch.optim.AdamW(p, 1e-2, eps=1e-3, fused=True),
-    "sgd": lambda p: torch.optim.SGD(p, 1e-2, momentum=0.9, foreach=False),
-    "sgd foreach": lambda p: torch.optim.SGD(p, 1e-2, momentum=0.9, foreach=True),
-    "adagrad": lambda p: torch.optim.Adagrad(p, 1e-2, foreach=True),
-}
-
-
-@multi_rank(4, full=[2])  # 6 cases more, 1 s
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers(name: str, world_size: int) -> None:
-    train(sharded(4), make_optimizer=OPTIMIZERS[name], tolerance=ROUNDED)
-
-
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
+@pytest.mark.full
+@multi_rank(2, 4)
 def test_large_parameters_travel_alone(world_size: int) -> None:
     """520 rows of 2 KiB in blocks of 128: 5 blocks; the unsharded parameter is gathered straight into place."""
     torch.manual_seed(0)
@@ -115,94 +94,18 @@ def test_large_parameters_travel_alone(world_size: int) -> None:
         torch.testing.assert_close(model.weight.full_tensor(), plain.weight.detach())
 
 
+@pytest.mark.full
 @multi_rank(4)
 @pytest.mark.parametrize("rows", BLOCK_ROWS)
-@pytest.mark.parametrize("size", [2])
-def test_resharded_to_fewer_ranks_after_forward(rows: int, size: int) -> None:
-    model = sharded(rows, reshard_after_forward=size)
+def test_resharded_to_fewer_ranks_after_forward(rows: int) -> None:
+    model = sharded(rows, reshard_after_forward=2)
     loss = BLOCKY.loss(model, BLOCKY.batch(0, 0, dist.get_rank()))
     part = model.parts[0].weight
-    assert part.to_local().shape[0] == expected_rows(12, rows, size)[dist.get_rank() % size]
-    del loss
-    model.reshard()
-    train(sharded(rows, reshard_after_forward=size))
+    assert part.to_local().shape[0] == expected_rows(12, rows, 2)[dist.get_rank() % 2]
+    loss.backward()
 
 
-@multi_rank(4)
-@pytest.mark.parametrize("rows", [4, 64])
-def test_row_blocks_over_replicas(rows: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = sharded(rows, mesh=mesh)
-    assert_no_block_is_cut(model, rows, 2, mesh.get_local_rank("shard"))
-    assert model.parts[2].weight.placements[0] == Replicate()
-    train(model, max_norm=0.1, tolerance=SUM_ORDER)
-
-
-@multi_rank(2, full=[4])  # 2 cases more, 1 s
-@pytest.mark.parametrize("policy", [CPUOffloadPolicy(), CPUOffloadPolicy(pin_memory=False)], ids=["pinned", "not"])
-def test_offloaded(policy: CPUOffloadPolicy, world_size: int) -> None:
-    train(sharded(4, offload_policy=policy))
-
-
-@multi_rank(2, full=[4])  # 3 cases more, 1 s
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
-def test_strategies(strategy: str, world_size: int) -> None:
-    model: Any = BLOCKY.build()
-    for unit in BLOCKY.units(model):
-        fully_shard(unit, shard_placement_fn=in_blocks(5), strategy=strategy)
-    assert_no_block_is_cut(model, 5, world_size, dist.get_rank())
-    train(model)
-
-
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
-def test_a_changed_strategy(world_size: int) -> None:
-    model: Any = BLOCKY.build()
-    for unit in BLOCKY.units(model):
-        fully_shard(unit, shard_placement_fn=in_blocks(5), strategy="zero3")
-    for strategy in ("zero1", "zero2", "zero3"):
-        for module in (*model.parts, model):
-            module.set_strategy(strategy)
-        fresh = copy.deepcopy(model)
-        fresh.load_state_dict(sharded(5).state_dict())
-        train(fresh, steps=2)
-
-
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
-def test_row_blocks_in_mixed_precision(world_size: int) -> None:
-    train(
-        sharded(4, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
-        param_dtype=torch.bfloat16,
-        grad_dtype=torch.float32,
-        reduce_dtype=torch.float32,
-        tolerance=BF16,
-    )
-
-
-@multi_rank(2, full=[4])  # 2 cases more, 1 s
-@pytest.mark.parametrize("accumulation", list(Accumulation))
-def test_accumulated(accumulation: Accumulation, world_size: int) -> None:
-    model: Any = sharded(5)
-    reference = Reference(BLOCKY, world_size=world_size, microbatches=3, accumulation=accumulation)
-
-    def before(micro: int) -> None:
-        if accumulation is Accumulation.REDUCE_LAST:
-            model.set_requires_gradient_sync(micro == 2)
-
-    optimizer = adamw(trained(model))
-    assert_trains_like(reference, model, optimizer, steps=2, tolerance=tolerance_for(world_size), before_forward=before)
-
-
-@multi_rank(2)
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_recomputed(use_reentrant: bool) -> None:
-    model: Any = BLOCKY.build()
-    for part in model.parts:
-        inner = part.forward
-        part.forward = lambda x, inner=inner: checkpoint(inner, x.requires_grad_(), use_reentrant=use_reentrant)
-    train(sharded(4, model), tolerance=SUM_ORDER)
-
-
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
+@multi_rank(2, 4)
 def test_tied_across_calls(world_size: int) -> None:
     def build() -> nn.Sequential:
         torch.manual_seed(0)
@@ -291,6 +194,7 @@ def test_on_a_mesh_of_named_dims() -> None:
         assert parameter.full_tensor().shape == parameter.shape
 
 
+@pytest.mark.full
 @multi_rank(4)
 def test_a_mesh_of_its_own() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
@@ -306,17 +210,8 @@ def test_a_mesh_of_its_own() -> None:
 # ---- copies, conversions, unwrapping -------------------------------------------------------------
 
 
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
-def test_copies_train_on(world_size: int) -> None:
-    model = sharded(4)
-    other = copy.deepcopy(model)
-    assert_no_block_is_cut(other, 4, world_size, dist.get_rank())
-    train(other, steps=2)
-    train(model, steps=2)
-    train(copy.deepcopy(sharded(4)).double().float(), steps=2)
-
-
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
+@pytest.mark.full
+@multi_rank(2, 4)
 def test_on_meta_then_loaded(world_size: int) -> None:
     with torch.device("meta"):
         model = BLOCKY.make_model()
@@ -327,7 +222,7 @@ def test_on_meta_then_loaded(world_size: int) -> None:
     train(model, steps=2)
 
 
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
+@multi_rank(2, 4)
 def test_initialized_after_sharding_like_before(world_size: int) -> None:
     with torch.device("meta"):
         model = nn.Linear(6, 12)
@@ -340,11 +235,12 @@ def test_initialized_after_sharding_like_before(world_size: int) -> None:
     assert_same("initial", full_parameters(model), {n: p.detach() for n, p in expected.named_parameters()})
 
 
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
+@pytest.mark.full
+@multi_rank(2, 4)
 def test_unwrapped_and_sharded_again(world_size: int) -> None:
     model = sharded(4)
     reference = Reference(BLOCKY, world_size=world_size)
-    optimizer = adamw(trained(model))
+    optimizer = adamw(trainable(model))
     tolerance = tolerance_for(world_size)
     assert_trains_like(reference, model, optimizer, steps=2, tolerance=tolerance)
     for rows in (5, 1, 64):
@@ -358,10 +254,11 @@ def test_unwrapped_and_sharded_again(world_size: int) -> None:
         assert_same("parameters", full_parameters(model), record.parameters, tolerance=tolerance or SUM_ORDER)
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_optimizers_from_before(world_size: int) -> None:
     model = BLOCKY.build()
-    optimizer = adamw(trained(model))
+    optimizer = adamw(trainable(model))
     sharded(4, model)
     assert_trains_like(Reference(BLOCKY, world_size=world_size), model, optimizer, steps=2)
 
@@ -406,7 +303,7 @@ def quantized_in_blocks(whole: Tensor, rows: int) -> Tensor:
     return torch.cat(parts)
 
 
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
+@multi_rank(2, 4)
 def test_a_quantized_gather_cuts_no_block(world_size: int) -> None:
     """What the module computes with is the whole weight quantized block by block, as no shard cuts a block."""
     torch.manual_seed(0)
@@ -424,7 +321,7 @@ def test_a_quantized_gather_cuts_no_block(world_size: int) -> None:
     Quantized.seen.clear()
 
 
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
+@multi_rank(2, 4)
 def test_a_subclass_that_says_nothing(world_size: int) -> None:
     """Its values are gathered; its rows are split with the operators that such classes implement."""
     torch.manual_seed(0)

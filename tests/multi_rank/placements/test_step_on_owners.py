@@ -61,6 +61,7 @@ def train(model: nn.Module, optimizers: Any, step: int, *, world_size: int, rank
         each.zero_grad()
 
 
+@pytest.mark.full
 @multi_rank(2, 4)
 @pytest.mark.parametrize("reshard_after_forward", [None, False])
 def test_torchs_muon_trains_like_the_unsharded_model(reshard_after_forward: bool | None, world_size: int) -> None:
@@ -78,6 +79,7 @@ def test_torchs_muon_trains_like_the_unsharded_model(reshard_after_forward: bool
         assert state["momentum_buffer"].placements == parameter.placements
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_a_step_on_owners_communicates_nothing_and_keeps_what_others_hold() -> None:
     model = sharded(USED_NET)
@@ -126,6 +128,7 @@ def test_a_step_that_fails_leaves_the_optimizer_as_it_was() -> None:
     assert set(muon.state) <= set(split(model)[0])
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_torchs_muon_alone_says_what_to_do() -> None:
     model = sharded(USED_NET)

@@ -10,7 +10,7 @@ import operator
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -35,6 +35,20 @@ def world() -> dist.ProcessGroup:
     return group
 
 
+def finished(collective: Callable[..., None], *args: Any, waits: int = 1) -> None:
+    """``collective``, waited for; again, which changes nothing, if ``waits`` says so."""
+    works: list[dist.Work] = []
+    collective(*args, works)
+    for _ in range(waits):
+        for work in works:
+            work.wait()
+
+
+def summed(terms: Iterable[torch.Tensor]) -> torch.Tensor:
+    """In their order."""
+    return functools.reduce(operator.add, terms)
+
+
 def content(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(rank)
     return torch.randn(numel, generator=generator).mul(7).to(dtype)
@@ -44,23 +58,19 @@ def content(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 @multi_rank(2, 4)
 def test_a_gather_moves_every_byte(numel: int, world_size: int) -> None:
     for dtype in (*FLOATS, torch.int64, torch.uint8, torch.bool, torch.complex64):
-        works: list[dist.Work] = []
         output = torch.zeros(world_size * numel, dtype=dtype)
-        peers.all_gather(output, content(dist.get_rank(), numel, dtype), world(), works)
-        for work in works:
-            work.wait()
+        finished(peers.all_gather, output, content(dist.get_rank(), numel, dtype), world())
         expected = torch.cat([content(rank, numel, dtype) for rank in range(world_size)])
         assert torch.equal(output, expected), dtype
 
 
+@pytest.mark.full
 @multi_rank(2, 4)
 def test_a_gather_from_its_own_place_in_the_output(world_size: int) -> None:
-    output, rank, works = torch.zeros(3 * world_size), dist.get_rank(), []
+    output, rank = torch.zeros(3 * world_size), dist.get_rank()
     part = output.split(3)[rank]
     part.copy_(content(rank, 3, torch.float32))
-    peers.all_gather(output, part, world(), works)
-    for work in works:
-        work.wait()
+    finished(peers.all_gather, output, part, world())
     assert torch.equal(output, torch.cat([content(each, 3, torch.float32) for each in range(world_size)]))
 
 
@@ -94,11 +104,8 @@ def test_narrow_terms_are_added_in_the_dtype_of_the_output(
     input = content(rank, world_size * numel, dtype)
     op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
     for sent in (input, input.float()):
-        works: list[dist.Work] = []
         output = torch.full((numel,), float("nan"))
-        peers.reduce_scatter(output, sent, op, world(), works)
-        for work in works:
-            work.wait()
+        finished(peers.reduce_scatter, output, sent, op, world())
         found.append(output)
     assert torch.equal(*found) and not found[0].isnan().any()
 
@@ -109,20 +116,12 @@ def test_narrow_terms_are_added_in_the_dtype_of_the_output(
 def test_terms_are_added_in_rank_order(numel: int, mean: bool, world_size: int) -> None:
     rank = dist.get_rank()
     for dtype in FLOATS:
-        works: list[dist.Work] = []
         input = content(rank, world_size * numel, dtype)
         output = torch.full((numel,), float("nan"), dtype=dtype)
         op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
-        peers.reduce_scatter(output, input, op, world(), works)
-        for _ in range(2):  # waiting again changes nothing
-            for work in works:
-                work.wait()
-        terms = [
-            content(each, world_size * numel, dtype)[rank * numel : (rank + 1) * numel] for each in range(world_size)
-        ]
-        expected = terms[0]
-        for term in terms[1:]:
-            expected = expected + term
+        finished(peers.reduce_scatter, output, input, op, world(), waits=2)
+        sent = [content(each, world_size * numel, dtype) for each in range(world_size)]
+        expected = summed(each[rank * numel : (rank + 1) * numel] for each in sent)
         assert torch.equal(output, expected / world_size if mean else expected), dtype
         assert torch.equal(input, content(rank, world_size * numel, dtype)), "gradients are only read"
 
@@ -132,19 +131,14 @@ def test_terms_are_added_in_rank_order(numel: int, mean: bool, world_size: int) 
 @multi_rank(2, 3, 4)
 def test_a_sum_over_all_has_the_same_bits_everywhere(numel: int, mean: bool, world_size: int) -> None:
     for dtype in FLOATS:
-        works: list[dist.Work] = []
         output = content(dist.get_rank(), numel, dtype)
-        peers.all_reduce(output, dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM, world(), works)
-        for _ in range(2):  # waiting again changes nothing
-            for work in works:
-                work.wait()
-        expected = content(0, numel, dtype)
-        for each in range(1, world_size):
-            expected = expected + content(each, numel, dtype)
+        finished(peers.all_reduce, output, dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM, world(), waits=2)
+        expected = summed(content(each, numel, dtype) for each in range(world_size))
         assert torch.equal(output, expected / world_size if mean else expected), dtype
     assert not numel or not peers.LINES[world()].kept
 
 
+@pytest.mark.full
 @multi_rank(2, 4)
 def test_many_are_in_flight_beside_messages_of_the_user(world_size: int) -> None:
     rank, numel = dist.get_rank(), 1000
@@ -174,6 +168,7 @@ def test_many_are_in_flight_beside_messages_of_the_user(world_size: int) -> None
         assert torch.equal(gathered[index], torch.cat(parts))
 
 
+@pytest.mark.full
 @multi_rank(2, 4)
 def test_what_was_abandoned_is_mistaken_for_nothing(world_size: int) -> None:
     """Exchanges that nobody waits for, on every rank, as after an exception; alike in size to what follows."""
@@ -215,27 +210,6 @@ def test_what_failed_is_not_waited_for_again(world_size: int) -> None:
     dist.destroy_process_group(group)
 
 
-@multi_rank(2)
-def test_a_wait_that_was_interrupted_goes_on_where_it_was() -> None:
-    """Ctrl-C during a wait is raised when the message has arrived: that one must not be waited for again."""
-    works: list[Any] = []
-    output, rank = torch.zeros(10), dist.get_rank()
-    peers.all_gather(output, torch.full((5,), float(rank)), world(), works)
-    (exchange,) = works
-    first = exchange._messages[0]
-
-    class Interrupted:
-        def wait(self) -> None:
-            first.wait()
-            raise KeyboardInterrupt
-
-    exchange._messages[0] = Interrupted()
-    with pytest.raises(KeyboardInterrupt):
-        exchange.wait()
-    assert exchange.wait() and torch.equal(output, torch.arange(2.0).repeat_interleave(5))
-    assert not peers.LINES[world()].kept
-
-
 class InterruptedWork:
     """A message: Ctrl-C shows when it has arrived."""
 
@@ -246,6 +220,20 @@ class InterruptedWork:
         """Until it has arrived; then Ctrl-C."""
         self.message.wait()
         raise KeyboardInterrupt
+
+
+@multi_rank(2)
+def test_a_wait_that_was_interrupted_goes_on_where_it_was() -> None:
+    """Ctrl-C during a wait is raised when the message has arrived: that one must not be waited for again."""
+    works: list[Any] = []
+    output, rank = torch.zeros(10), dist.get_rank()
+    peers.all_gather(output, torch.full((5,), float(rank)), world(), works)
+    (exchange,) = works
+    exchange._messages[0] = InterruptedWork(exchange._messages[0])
+    with pytest.raises(KeyboardInterrupt):
+        exchange.wait()
+    assert exchange.wait() and torch.equal(output, torch.arange(2.0).repeat_interleave(5))
+    assert not peers.LINES[world()].kept
 
 
 @pytest.mark.parametrize("half", [0, 1])
@@ -271,10 +259,7 @@ def test_a_sum_whose_wait_was_interrupted_goes_on_where_it_was(half: int, world_
             with pytest.raises(KeyboardInterrupt):
                 exchange.wait()
         assert exchange.wait()
-    expected = content(0, 12, torch.float32)
-    for each in range(1, world_size):
-        expected = expected + content(each, 12, torch.float32)
-    assert torch.equal(output, expected)
+    assert torch.equal(output, summed(content(each, 12, torch.float32) for each in range(world_size)))
 
 
 @multi_rank(2, 4)
@@ -306,6 +291,7 @@ def plan_of(model: nn.Module) -> str:
     return str(model._get_fsdp_state().unit[0].plan)  # type: ignore[operator]
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_the_environment_selects_the_form_and_the_plan_says_which() -> None:
     losses = []

@@ -74,6 +74,7 @@ def mesh_of_group(name: str) -> tuple[DeviceMesh, Counting]:
     return DeviceMesh.from_group(group, "cpu"), group
 
 
+@pytest.mark.full
 @multi_rank(2)
 @pytest.mark.parametrize("name", list(KINDS))
 def test_models_train_on_a_process_group_written_in_python(name: str, world_size: int) -> None:

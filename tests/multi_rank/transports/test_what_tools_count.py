@@ -88,6 +88,7 @@ def test_patched_functions_see_the_traffic_and_change_none_of_it(world_size: int
     assert seen[GATHER] == (EXPECTED["gathers"] if dist.get_rank() == 0 else 0)
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_a_gather_in_several_pieces_is_counted_once(world_size: int) -> None:
     """Parameters of a megabyte travel on their own."""

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import BlockShard, fully_shard
-from tests.harness import Reference, adamw
-from tests.harness.compare import Tolerance, tolerance_for
 from tests.harness.models import Batch, ModelCase
-from tests.harness.training import assert_trains_like
+from tests.multi_rank.placements.helpers.training import train as train_beside
 
 LEADING = {
     "experts.up": 2,  # (3, 5, 4): 15 rows; on 4 ranks cuts fall inside experts, and the last rank has 3 of 4
@@ -95,17 +93,7 @@ def sharded(model: nn.Module | None = None, **options: Any) -> nn.Module:
     return model
 
 
-def trained(model: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
-def train(model: nn.Module, *, steps: int = 2, tolerance: Tolerance | None = None, **options: Any) -> None:
-    """Beside the unsharded model. Collective."""
-    world_size = dist.get_world_size()
-    make_optimizer = options.pop("make_optimizer", adamw)
-    reference = Reference(MIXTURE, world_size=world_size, make_optimizer=make_optimizer, **options)
-    tolerance = tolerance_for(world_size) if tolerance is None else tolerance
-    assert_trains_like(reference, model, make_optimizer(trained(model)), steps=steps, tolerance=tolerance)
+train = partial(train_beside, MIXTURE)
 
 
 def rows_of(whole: Tensor, leading: int, world_size: int, rank: int) -> Tensor:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import RowBlocks, fully_shard
-from tests.harness import Reference, adamw
-from tests.harness.compare import Tolerance, tolerance_for
 from tests.harness.models import Batch, ModelCase
-from tests.harness.training import assert_trains_like
+from tests.multi_rank.placements.helpers.training import train as train_beside
 
 BLOCK_ROWS = [1, 4, 5, 64]
 """Rows of a block: no constraint; some that divide no size; more than most parameters have."""
@@ -64,17 +62,7 @@ def sharded(rows: int, model: nn.Module | None = None, **options: Any) -> nn.Mod
     return model
 
 
-def trained(model: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
-def train(model: nn.Module, *, steps: int = 3, tolerance: Tolerance | None = None, **options: Any) -> None:
-    """Beside the unsharded model. Collective."""
-    world_size = dist.get_world_size()
-    make_optimizer = options.pop("make_optimizer", adamw)
-    reference = Reference(BLOCKY, world_size=world_size, make_optimizer=make_optimizer, **options)
-    tolerance = tolerance_for(world_size) if tolerance is None else tolerance
-    assert_trains_like(reference, model, make_optimizer(trained(model)), steps=steps, tolerance=tolerance)
+train = partial(train_beside, BLOCKY)
 
 
 def expected_rows(size: int, block_rows: int, world_size: int) -> list[int]:
