@@ -14,16 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor
 
 from fsdp2 import (
-    CPUOffloadPolicy,
     FSDPModule,
     FSDPNotImplementedError,
     FSDPRuntimeError,
-    MixedPrecisionPolicy,
     fully_shard,
     register_fsdp_forward_method,
     unwrap,
@@ -39,9 +35,10 @@ from tests.harness.compare import (
     parameters_of,
     tolerance_for,
 )
-from tests.harness.models import MODEL_CASES, TIED, TRANSFORMER, UNEVEN_MLP, ModelCase
+from tests.harness.models import CONV, FROZEN, TIED, TRANSFORMER, UNEVEN_MLP, ModelCase
 from tests.harness.reference import Reference, adamw
 from tests.harness.shared.training import CASE, loss_on, shard, trainable
+from tests.harness.shared.ways import WAYS
 
 
 def values_of(model: nn.Module) -> list[Tensor]:
@@ -62,15 +59,14 @@ def assert_apart(copied: nn.Module, model: nn.Module) -> None:
 
 
 @multi_rank(2, full=[4])  # those of this file on 4 ranks: about 20 s on two cores
-@pytest.mark.parametrize("steps", others_full([0, 2], [2]), ids=["fresh", "trained"])  # 10 s
-@pytest.mark.parametrize("case", [*MODEL_CASES, CASE], ids=str)
-def test_original_and_copy_train_like_the_reference(case: ModelCase, steps: int, world_size: int) -> None:
+@pytest.mark.parametrize("case", others_full([CASE, TIED, CONV, FROZEN], [CASE]), ids=str)
+def test_original_and_copy_train_like_the_reference(case: ModelCase, world_size: int) -> None:
     """The original, its copy and the copy's copy, one after the other and in turn; optimizers are copied along."""
     model = shard(case)
     optimizer = adamw(trainable(model))
     reference, second = Reference(case, world_size=world_size), Reference(case, world_size=world_size)
-    assert_trains_like(reference, model, optimizer, steps=steps, tolerance=tolerance_for(world_size))
-    second.run(steps)
+    assert_trains_like(reference, model, optimizer, steps=2, tolerance=tolerance_for(world_size))
+    second.run(2)
     copied, copied_optimizer = copy.deepcopy((model, optimizer))
     assert_apart(copied, model)
     in_optimizer = copied_optimizer.param_groups[0]["params"]
@@ -107,6 +103,7 @@ def failed(model: nn.Module) -> None:
     handle.remove()
 
 
+@pytest.mark.full
 @multi_rank(2)
 @pytest.mark.parametrize("reshards", [None, False])
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -147,8 +144,8 @@ def test_not_inside_an_iteration() -> None:
 
 
 SETTINGS: dict[str, Callable[[], dict[str, object]]] = {
-    "hsdp": lambda: {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))},
-    "offload": lambda: {"offload_policy": CPUOffloadPolicy()},
+    "hybrid": WAYS["hybrid"],
+    "offloaded": WAYS["offloaded"],
     "neighbours": lambda: {"reshard_after_forward": 2},
     "ignored": lambda: {},
 }
@@ -177,22 +174,6 @@ def test_settings_of_the_call(name: str, world_size: int) -> None:
 
 
 @multi_rank(2)
-def test_mixed_precision() -> None:
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
-    model = fully_shard(UNEVEN_MLP.build(), mp_policy=policy)
-    copied = copy.deepcopy(model)
-    outputs = []
-    for each in (model, copied):
-        loss = loss_on(UNEVEN_MLP, each, 0, dist.get_rank())
-        loss.backward()
-        outputs.append((loss, gradients_of(each)))
-    assert torch.equal(outputs[0][0], outputs[1][0])
-    for name, gradient in outputs[0][1].items():
-        assert torch.equal(gradient.to_local(), outputs[1][1][name].to_local())
-    assert copied[0].weight.dtype == torch.float32
-
-
-@multi_rank(2)
 def test_what_was_said_of_the_dtype_of_gradients() -> None:
     model = UNEVEN_MLP.build()
     model[0].weight.grad_dtype = torch.bfloat16
@@ -201,53 +182,6 @@ def test_what_was_said_of_the_dtype_of_gradients() -> None:
     assert copied[0].weight.grad_dtype == torch.bfloat16 and copied[2].weight.grad_dtype is None
     loss_on(UNEVEN_MLP, copied, 0, dist.get_rank()).backward()
     assert copied[0].weight.grad.dtype == torch.bfloat16 and copied[4].weight.grad.dtype == torch.float32
-
-
-class Columns(nn.Module):
-    """Tensor parallelism by hand, of a module that `parallelize_module` knows nothing of."""
-
-    def __init__(self, mesh: DeviceMesh | None) -> None:
-        super().__init__()
-        weight = torch.linspace(-1, 1, 22 * 12).view(22, 12)
-        self.weight = nn.Parameter(weight if mesh is None else distribute_tensor(weight, mesh, [Shard(0)]))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not isinstance(self.weight, DTensor):
-            return x @ self.weight.t()
-        whole = DTensor.from_local(x, self.weight.device_mesh, [Replicate()]) @ self.weight.t()
-        return whole.redistribute(placements=[Replicate()]).to_local()
-
-
-@multi_rank(4)
-def test_tensor_parallelism() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model, plain = fully_shard(Columns(mesh["tp"]), mesh=mesh["dp"]), Columns(None)
-    copied = copy.deepcopy(model)
-    for each in (copied, plain):
-        optimizer = torch.optim.SGD(each.parameters(), lr=1e-3)
-        for _ in range(3):
-            each(torch.ones(3, 12)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same("weight", {"": gather(copied.weight.detach())}, {"": plain.weight.detach()}, tolerance=SUM_ORDER)
-    assert copied.weight.placements == model.weight.placements and copied.weight.device_mesh == model.weight.device_mesh
-    unwrap(copied)
-    assert copied.weight.placements == (Shard(0),) and copied.weight.device_mesh == mesh["tp"]
-
-
-@multi_rank(4)
-def test_tensor_parallel_modules() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(12, 22), nn.Linear(22, 9))
-    plain = copy.deepcopy(model)
-    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
-    copied = copy.deepcopy(fully_shard(model, mesh=mesh["dp"]))
-    for each in (copied, plain):
-        each(torch.ones(3, 12)).sum().backward()
-    gradients = {name: gather(parameter.grad) for name, parameter in copied.named_parameters()}
-    assert_same("gradients", gradients, gradients_of(plain), tolerance=SUM_ORDER)
 
 
 @multi_rank(2)
@@ -333,19 +267,6 @@ def test_parts_and_containers(world_size: int) -> None:
     attention.state_dict()
 
 
-@multi_rank(2)
-def test_lists_and_ties() -> None:
-    model = UNEVEN_MLP.build()
-    fully_shard([model[0], model[2]])
-    fully_shard(model)
-    copied = copy.deepcopy(model)
-    assert state_of(copied[0]) is state_of(copied[2]) is not None
-    loss_on(UNEVEN_MLP, copied, 0, dist.get_rank()).backward()
-    assert_sharded_same("gradients", gradients_of(copied), Reference(UNEVEN_MLP, world_size=2).step().gradients)
-    tied = copy.deepcopy(shard(TIED))
-    assert tied.head.weight is tied.embedding.weight
-
-
 class Encoder(nn.Module):
     """With a second way in."""
 
@@ -376,6 +297,7 @@ def test_other_forward_methods() -> None:
     assert "encode" not in vars(copied) and torch.equal(copied.encode(x), wanted)
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_state_dicts_and_conversions_of_a_copy() -> None:
     """The copy's own parameters are settled and adopted, and the original's are left alone."""
@@ -392,6 +314,7 @@ def test_state_dicts_and_conversions_of_a_copy() -> None:
     assert copied[0].weight.dtype == torch.float64 and model[0].weight.dtype == torch.float32
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_on_meta(world_size: int) -> None:
     with torch.device("meta"):
@@ -406,6 +329,7 @@ def test_on_meta(world_size: int) -> None:
     assert_trains_like(reference, copied, adamw(trainable(copied)), steps=2, tolerance=tolerance_for(world_size))
 
 
+@pytest.mark.full
 @multi_rank(2, full=[4])  # those of this file on 4 ranks: about 20 s on two cores
 def test_an_exponential_moving_average(world_size: int) -> None:
     model = shard(TRANSFORMER)
@@ -424,6 +348,7 @@ def test_an_exponential_moving_average(world_size: int) -> None:
         assert_sharded_same("averages", parameters_of(average), parameters_of(expected), tolerance=tolerance)
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_copies_below_one_root(world_size: int) -> None:
     """An online and a target network in one model: each prefetches within itself."""
@@ -485,6 +410,7 @@ def test_pickles_are_refused_with_the_remedy(inside: bool) -> None:
         assert torch.equal(again[name].to_local(), value.to_local())
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_a_copy_that_failed_leaves_nothing_behind(world_size: int) -> None:
     """Its state waits for a module that never comes, and goes with it."""
@@ -504,25 +430,9 @@ def test_a_copy_that_failed_leaves_nothing_behind(world_size: int) -> None:
     assert_trains_like(reference, copied, adamw(trainable(copied)), steps=2, tolerance=tolerance_for(world_size))
 
 
-class Forwarding(nn.Module):
-    """Looks up in the module inside what it lacks itself, as many wrappers do."""
-
-    def __init__(self, inside: nn.Module) -> None:
-        super().__init__()
-        self.inside = inside
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("inside"), name)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return 2 * self.inside(x)  # type: ignore[no-any-return]
-
-
+@pytest.mark.full
 @multi_rank(2)
-@pytest.mark.parametrize("wrap", [Forwarding, checkpoint_wrapper, torch.compile], ids=["own", "checkpoint", "compile"])
+@pytest.mark.parametrize("wrap", [checkpoint_wrapper, torch.compile], ids=["checkpoint", "compile"])
 def test_a_copy_of_a_wrapper_is_a_wrapper(wrap: Any) -> None:
     wrapper = wrap(fully_shard(nn.Linear(4, 4)))
     copied = copy.deepcopy(wrapper)

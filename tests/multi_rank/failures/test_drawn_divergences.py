@@ -9,16 +9,11 @@ from extras.faults.drawn import EVENTS, run_here
 from fsdp2 import set_watchdog
 from tests.harness import multi_rank
 
-SEEDS = range(3000, 3100)
-IN_CI = 2
 
-
+@pytest.mark.full  # 2 s each
 @multi_rank(2, 4)
-@pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=[pytest.mark.full] if index >= IN_CI else []) for index, seed in enumerate(SEEDS)]
-)
+@pytest.mark.parametrize("seed", range(3000, 3100))
 def test_all_is_right_or_named(seed: int) -> None:
-    """2 s each."""
     set_watchdog(0.5)
     try:
         words = run_here(seed)

@@ -6,7 +6,7 @@ import random
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -14,18 +14,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
-from fsdp2 import FSDPModule, FSDPRuntimeError, MixedPrecisionPolicy, fully_shard
+from fsdp2 import FSDPModule, FSDPRuntimeError, MixedPrecisionPolicy
 from tests.harness import multi_rank
-from tests.harness.compare import SUM_ORDER, assert_sharded_same, gradients_of
-from tests.harness.models import TRANSFORMER
+from tests.harness.shared.ways import hybrid
 from tests.harness.state import use_native_collectives
+from tests.multi_rank.failures.helpers import Boom, assert_gradients, loss_of, sharded
 
-CASE = TRANSFORMER
 PACKAGE = str(Path(fsdp2.__file__).parent)
 # What moves parameters and gradients, and what decides when.
 FILES = {
@@ -38,10 +35,6 @@ FILES = {
 }
 Line = tuple[str, int, int]
 """File, line, and which of its executions in a step."""
-
-
-class Boom(Exception):
-    """What is thrown, beside KeyboardInterrupt."""
 
 
 @contextmanager
@@ -92,55 +85,36 @@ def raising_at(place: Line, exception: type[BaseException]) -> Iterator[None]:
         yield
 
 
-def sharded(kind: str) -> FSDPModule:
-    arguments: dict[str, Any] = {}
-    if kind == "hybrid":
-        sizes = (2, dist.get_world_size() // 2)
-        arguments["mesh"] = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
-    elif kind == "bfloat16":
-        arguments["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    model = CASE.build()
-    for unit in CASE.units(model):
-        fully_shard(unit, **arguments)
-    assert isinstance(model, FSDPModule)
-    return model
-
-
-def loss_of(model: nn.Module, rank: int, micro: int) -> Tensor:
-    return CASE.loss(model, CASE.batch(0, 99, rank, micro))
-
-
 def step(model: FSDPModule, kind: str) -> None:
-    rank = dist.get_rank()
     if kind == "accumulating":
         model.set_requires_gradient_sync(False)
-        loss_of(model, rank, 1).backward()
+        loss_of(model, 1).backward()
         model.set_requires_gradient_sync(True)
-    loss_of(model, rank, 2).backward()
+    loss_of(model, 2).backward()
+
+
+KINDS: dict[str, Callable[[], dict[str, Any]]] = {
+    "1D": dict,
+    "hybrid": hybrid,
+    "accumulating": dict,
+    "bfloat16": lambda: {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
+    "torch's own collectives": dict,
+}
 
 
 def locals_of(model: nn.Module) -> list[Tensor]:
     return [each.grad.to_local().clone() for each in model.parameters() if each.grad is not None]
 
 
-def assert_right(model: FSDPModule, kind: str) -> None:
-    """What the next steps are compared with is what an unsharded model has."""
-    if kind == "bfloat16":
-        return  # its own rounding: other tests compare it
-    plain, world_size = CASE.build(), dist.get_world_size()
-    for rank in range(world_size):
-        for micro in (1, 2) if kind == "accumulating" else (2,):
-            (loss_of(plain, rank, micro) / world_size).backward()
-    expected = {name: each.grad for name, each in plain.named_parameters()}
-    assert_sharded_same("gradients", gradients_of(model), expected, tolerance=SUM_ORDER)
-
-
 def check_all(kind: str, exception: type[BaseException], part: int) -> None:
-    model = sharded(kind)
+    if kind == "torch's own collectives":
+        use_native_collectives()
+    model = sharded(**KINDS[kind]())
     for _ in range(3):
         model.zero_grad()
         step(model, kind)
-    assert_right(model, kind)
+    if kind != "bfloat16":  # its own rounding: other tests compare it
+        assert_gradients(model, (1, 2) if kind == "accumulating" else (2,))
     expected = locals_of(model)
     model.zero_grad()
     places = lines_of(lambda: step(model, kind))
@@ -166,9 +140,6 @@ def check_all(kind: str, exception: type[BaseException], part: int) -> None:
     assert thrown > 0.9 * len(chosen)
 
 
-KINDS = ("1D", "hybrid", "accumulating", "bfloat16")
-
-
 @pytest.mark.parametrize("exception", [Boom, KeyboardInterrupt])
 @pytest.mark.parametrize("kind", ["1D", "hybrid"])
 @multi_rank(2)
@@ -182,11 +153,3 @@ def test_some_lines(kind: str, exception: type[BaseException]) -> None:
 @multi_rank(2, 4, timeout=1200)
 def test_every_line(kind: str, exception: type[BaseException]) -> None:
     check_all(kind, exception, part=1)
-
-
-@pytest.mark.full  # a minute each
-@pytest.mark.parametrize("exception", [Boom, KeyboardInterrupt])
-@multi_rank(2, timeout=400)
-def test_every_line_with_torchs_own_collectives(exception: type[BaseException]) -> None:
-    use_native_collectives()
-    check_all("1D", exception, part=1)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -14,99 +12,49 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp2 import FSDPModule, FSDPNotImplementedError, FSDPRuntimeError, FSDPValueError, fully_shard, set_watchdog
+from fsdp2 import FSDPNotImplementedError, FSDPRuntimeError, FSDPValueError, set_watchdog
 from fsdp2.features import gloo_p2p
 from tests.harness import multi_rank
-from tests.harness.compare import SUM_ORDER, assert_sharded_same, gradients_of
-from tests.harness.models import TRANSFORMER
+from tests.harness.compare import SUM_ORDER
 from tests.harness.reference import Reference, adamw
+from tests.harness.shared.ways import WAYS
 from tests.harness.training import assert_trains_like
-
-CASE = TRANSFORMER
-
-
-class Boom(Exception):
-    """What the tests throw."""
+from tests.multi_rank.failures.helpers import CASE, Boom, assert_gradients, loss_of, raising, sharded
 
 
-def sharded(hybrid: bool = False, **settings: Any) -> FSDPModule:
-    arguments: dict[str, Any] = {}
-    if hybrid:
-        sizes = (2, dist.get_world_size() // 2)
-        arguments["mesh"] = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
-    model = CASE.build()
-    for unit in CASE.units(model):
-        fully_shard(unit, **arguments)
-    assert isinstance(model, FSDPModule)
+def recovering(options: dict[str, Any] | None = None, **settings: Any) -> Any:
+    model = sharded(**(options or {}))
     model.set_recovery(**settings)
     return model
 
 
-def loss_of(model: nn.Module, micro: int = 7) -> Tensor:
-    return CASE.loss(model, CASE.batch(0, 99, dist.get_rank(), micro))
-
-
-@contextmanager
-def raising(module: nn.Module, where: str, ranks: Sequence[int]) -> Iterator[None]:
-    def throw(*args: object) -> None:
-        if dist.get_rank() in ranks:
-            raise Boom
-
-    def throw_in_backward(_module: nn.Module, _inputs: object, output: Tensor) -> None:
-        output.register_hook(throw)
-
-    handle = module.register_forward_hook(throw if where == "forward" else throw_in_backward)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def assert_gradients(model: nn.Module, micros: Sequence[int]) -> None:
-    plain, world_size = CASE.build(), dist.get_world_size()
-    for rank in range(world_size):
-        for micro in micros:
-            (CASE.loss(plain, CASE.batch(0, 99, rank, micro)) / world_size).backward()
-    expected = {name: each.grad for name, each in plain.named_parameters()}
-    assert_sharded_same("gradients", gradients_of(model), expected, tolerance=SUM_ORDER)
-
-
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("on_error", "where", "kept"),
+    [("drop_step", "after", (3,)), ("drop_step", "backward", (3,)), ("keep_accumulated", "after", (1, 3))],
+)
 @pytest.mark.parametrize("synchronizes", [True, False])
 @multi_rank(2)
-def test_a_dropped_step_leaves_no_gradients(where: str, synchronizes: bool) -> None:
+def test_a_dropped_step_leaves_no_gradients(
+    on_error: str, where: str, kept: tuple[int, ...], synchronizes: bool
+) -> None:
     """The second of two microbatches fails, nobody clears anything, and the program goes on."""
-    model = sharded(on_error="drop_step")
+    model = recovering(on_error=on_error)
     model.set_requires_gradient_sync(synchronizes)
     loss_of(model, 1).backward()
     model.set_requires_gradient_sync(True)
-    with raising(model.blocks[1], where, (0, 1)), pytest.raises(Boom):
+    with raising(model.blocks[1], where), pytest.raises(Boom):
         loss_of(model, 2).backward()
     loss_of(model, 3).backward()
-    assert_gradients(model, (3,))
+    assert_gradients(model, kept)
 
 
-@pytest.mark.parametrize("synchronizes", [True, False])
-@multi_rank(2)
-def test_by_default_a_failed_forward_takes_nothing_with_it(synchronizes: bool) -> None:
-    model = sharded()
-    model.set_requires_gradient_sync(synchronizes)
-    loss_of(model, 1).backward()
-    model.set_requires_gradient_sync(True)
-    with raising(model.blocks[1], "forward", (0, 1)), pytest.raises(Boom):
-        loss_of(model, 2)
-    loss_of(model, 3).backward()
-    assert_gradients(model, (1, 3))
-
-
-@pytest.mark.parametrize("hybrid", [False, True])
+@pytest.mark.parametrize("way", ["default", "hybrid"])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("place", ["blocks.0", pytest.param("blocks.2", marks=pytest.mark.full), ""])
 @multi_rank(4, full=(2,))
-def test_the_others_leave_the_step_too(place: str, where: str, hybrid: bool, world_size: int) -> None:
-    model = sharded(hybrid, on_error="drop_step", abort_together=True)
+def test_the_others_leave_the_step_too(place: str, where: str, way: str, world_size: int) -> None:
+    model = recovering(WAYS[way](), on_error="drop_step", abort_together=True)
     optimizer = adamw(list(model.parameters()))
     reference = Reference(CASE, world_size=world_size)
     last = world_size - 1
@@ -117,7 +65,7 @@ def test_the_others_leave_the_step_too(place: str, where: str, hybrid: bool, wor
     model.set_requires_gradient_sync(True)
     begun = time.monotonic()
     error: BaseException | None = None
-    with raising(model.get_submodule(place), where, (last,)):
+    with raising(model.get_submodule(place), where, ranks=(last,)):
         try:
             loss_of(model, 2).backward()
             loss_of(model, 3).backward()  # whoever was through: its next exchange
@@ -140,10 +88,10 @@ def test_the_others_leave_the_step_too(place: str, where: str, hybrid: bool, wor
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @multi_rank(4)
 def test_several_ranks_fail_at_once(where: str) -> None:
-    model = sharded(abort_together=True)
+    model = recovering(abort_together=True)
     for ranks in ((0, 1, 2, 3), (1, 3), (0, 1, 2)):
         # A rank may be told by another before it fails itself.
-        with raising(model.blocks[1], where, ranks), pytest.raises((Boom, FSDPRuntimeError)):
+        with raising(model.blocks[1], where, ranks=ranks), pytest.raises((Boom, FSDPRuntimeError)):
             loss_of(model, 2).backward()
         model.zero_grad()
         loss_of(model, 3).backward()
@@ -154,10 +102,10 @@ def test_several_ranks_fail_at_once(where: str) -> None:
 @multi_rank(2)
 def test_a_rank_that_does_something_else_meanwhile_is_told_of_all_the_same() -> None:
     """The rank that failed does not run a forward again: its thread sees that the backward is over."""
-    model = sharded(abort_together=True)
+    model = recovering(abort_together=True)
     loss_of(model).backward()
     begun = time.monotonic()
-    with raising(model.blocks[0], "backward", (1,)), pytest.raises((Boom, FSDPRuntimeError)):
+    with raising(model.blocks[0], "backward", ranks=(1,)), pytest.raises((Boom, FSDPRuntimeError)):
         loss_of(model).backward()
     assert time.monotonic() - begun < 5
     dist.barrier()  # it comes here first
@@ -166,9 +114,10 @@ def test_a_rank_that_does_something_else_meanwhile_is_told_of_all_the_same() -> 
     assert_gradients(model, (3,))
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_a_backward_in_another_thread_than_its_forward_is_no_step_that_was_left() -> None:
-    model = sharded(abort_together=True)
+    model = recovering(abort_together=True)
     loss_of(model).backward()
     model.zero_grad()
 
@@ -184,7 +133,7 @@ def test_a_backward_in_another_thread_than_its_forward_is_no_step_that_was_left(
 @multi_rank(2)
 def test_who_is_in_the_next_step_already_leaves_that() -> None:
     """The root's forward fails on one rank after its last exchange; the other has ended it, and begins the next."""
-    model = sharded(abort_together=True)
+    model = recovering(abort_together=True)
     loss_of(model).backward()
 
     def fail(*args: object) -> None:
@@ -207,7 +156,7 @@ def test_who_is_in_the_next_step_already_leaves_that() -> None:
 
 @multi_rank(2)
 def test_what_is_refused() -> None:
-    model = sharded()
+    model = recovering()
     with pytest.raises(FSDPValueError, match="on_error='keep_accumulated' or 'drop_step', got 'drop'"):
         model.set_recovery("drop")
     with pytest.raises(FSDPRuntimeError, match="must be called on the root"):

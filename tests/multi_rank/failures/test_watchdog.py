@@ -14,13 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import FSDPRuntimeError, flight_record, fully_shard, set_watchdog
 from fsdp2.core.transport import NATIVE, VARIABLE
 from fsdp2.features.watchdog.thread import Watchdog
 from tests.harness import multi_rank
 from tests.harness.compare import SUM_ORDER, assert_sharded_same, gradients_of
+from tests.harness.shared.ways import WAYS
 
 SECONDS = 0.5
 
@@ -58,10 +58,8 @@ def watched() -> Iterator[None]:
         set_watchdog(10.0)
 
 
-def sharded(hybrid: bool = False, **arguments: Any) -> Blocks:
-    size = dist.get_world_size()
-    if hybrid:
-        arguments["mesh"] = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
+def sharded(hybrid: bool = False) -> Blocks:
+    arguments = WAYS["hybrid" if hybrid else "default"]()
     model = Blocks()
     for block in model.blocks:
         fully_shard(block, **arguments)
@@ -77,8 +75,7 @@ def goes_on(model: Blocks) -> None:
     for rank in range(world_size):
         x = torch.randn(3, 6, generator=torch.Generator().manual_seed(11 + rank))
         (plain(x).square().mean() / world_size).backward()
-    expected = {name: each.grad for name, each in plain.named_parameters()}
-    assert_sharded_same("gradients", gradients_of(model), expected, tolerance=SUM_ORDER)
+    assert_sharded_same("gradients", gradients_of(model), gradients_of(plain), tolerance=SUM_ORDER)
 
 
 def swapped(model: Blocks, rank: int) -> None:
@@ -88,23 +85,6 @@ def swapped(model: Blocks, rank: int) -> None:
 def without_gradients(model: Blocks, rank: int) -> None:
     with torch.no_grad():
         model(batch(), (3, 2, 1, 0) if rank % 2 else (0, 1, 2, 3))
-
-
-def skipped(model: Blocks, rank: int) -> None:
-    step(model, (0, 1, 3) if rank else (0, 1, 2, 3))
-
-
-def twice(model: Blocks, rank: int) -> None:
-    step(model, (0, 1, 1, 2, 3) if rank == 1 else (0, 1, 2, 3))
-
-
-def forward_only(model: Blocks, rank: int) -> None:
-    model(batch())
-    if rank != 1:
-        step(model)
-    else:
-        with torch.no_grad():
-            model(batch(), (1, 0))
 
 
 def failed_in_forward(model: Blocks, rank: int) -> None:
@@ -163,25 +143,16 @@ def resharded_otherwise(model: Blocks, rank: int) -> None:
         model.blocks[2].set_reshard_after_forward(True)
 
 
-DIVERGENCES = (
-    swapped,
-    without_gradients,
-    skipped,
-    twice,
-    forward_only,
-    failed_in_forward,
-    failed_in_backward,
-    scaled,
-    not_reduced,
-    resharded_otherwise,
-)
-
-
+SHORT = (swapped, without_gradients, failed_in_forward, failed_in_backward, scaled, not_reduced)
 HYBRID = (swapped, failed_in_backward, not_reduced)
-CASES = [(each, False) for each in DIVERGENCES] + [(each, True) for each in HYBRID]
+CASES = [
+    *[(each, False) for each in SHORT],
+    pytest.param(resharded_otherwise, False, marks=pytest.mark.full),
+    *[pytest.param(each, True, marks=pytest.mark.full) for each in HYBRID],
+]
 
 
-@pytest.mark.parametrize(("diverge", "hybrid"), CASES, ids=[f"{each.__name__}-{hybrid}" for each, hybrid in CASES])
+@pytest.mark.parametrize(("diverge", "hybrid"), CASES)
 @multi_rank(4)
 def test_all_ranks_raise_the_same_and_go_on(diverge: Callable[[Blocks, int], None], hybrid: bool) -> None:
     model = sharded(hybrid)
@@ -195,20 +166,12 @@ def test_all_ranks_raise_the_same_and_go_on(diverge: Callable[[Blocks, int], Non
         dist.all_gather_object(said, str(raised.value))
         assert set(said) == {said[0]}, said
         assert "test_watchdog.py:" in said[0] and "step" in said[0]
+        if diverge is without_gradients:  # equal blocks are not taken for one another
+            assert all(f"the all-gather of 'blocks.{index}'" in said[0] for index in (0, 3))
         if diverge in (failed_in_forward, failed_in_backward):
             assert "an exception had left its step" in said[0].partition("  rank 1: ")[2].splitlines()[0]
         for _ in range(2):
             goes_on(model)
-
-
-@multi_rank(2)
-def test_equal_blocks_are_never_taken_for_one_another() -> None:
-    """What was silent: each rank got the other's parameters, as an exchange was known by its number alone."""
-    model = sharded()
-    step(model)
-    with watched(), pytest.raises(FSDPRuntimeError) as raised:
-        without_gradients(model, dist.get_rank())
-    assert "the all-gather of 'blocks.0'" in str(raised.value) and "the all-gather of 'blocks.3'" in str(raised.value)
 
 
 class Told(logging.Handler):
@@ -223,21 +186,27 @@ class Told(logging.Handler):
         self.messages.append(record.getMessage())
 
 
-@multi_rank(2)
-def test_a_rank_that_is_slow_is_only_told_of() -> None:
-    model, told = sharded(), Told()
-    step(model)
+@contextmanager
+def heard() -> Iterator[list[str]]:
+    told = Told()
     logging.getLogger("fsdp2").addHandler(told)
     try:
-        with watched():
-            if dist.get_rank() == 1:
-                time.sleep(6 * SECONDS)
-            step(model)
-            goes_on(model)
+        yield told.messages
     finally:
         logging.getLogger("fsdp2").removeHandler(told)
+
+
+@multi_rank(2)
+def test_a_rank_that_is_slow_is_only_told_of() -> None:
+    model = sharded()
+    step(model)
+    with heard() as told, watched():
+        if dist.get_rank() == 1:
+            time.sleep(6 * SECONDS)
+        step(model)
+        goes_on(model)
     if dist.get_rank() == 0:
-        (message,) = [each for each in told.messages if "rank 1 has not come to it yet" in each]  # once for each wait
+        (message,) = [each for each in told if "rank 1 has not come to it yet" in each]  # once for each wait
         assert "test_watchdog.py:" in message and "in test_a_rank_that_is_slow_is_only_told_of" in message
 
 
@@ -268,18 +237,14 @@ def test_a_barrier_that_is_waited_for_meanwhile_is_no_deadlock() -> None:
 @multi_rank(2)
 def test_different_collectives_of_torchs_own_are_named_and_ended() -> None:
     """Nobody waits in an exchange: what each rank is in, others never come to. Groups of their own, which end there."""
-    model, told = sharded(), Told()
+    model = sharded()
     step(model)
     groups = [dist.new_group([0, 1], timeout=timedelta(seconds=40)) for _ in range(2)]
-    logging.getLogger("fsdp2").addHandler(told)
     begun = time.monotonic()
-    try:
-        with watched(), pytest.raises(RuntimeError):
-            dist.all_reduce(torch.ones(2), group=groups[dist.get_rank()])
-    finally:
-        logging.getLogger("fsdp2").removeHandler(told)
+    with heard() as told, watched(), pytest.raises(RuntimeError):
+        dist.all_reduce(torch.ones(2), group=groups[dist.get_rank()])
     assert time.monotonic() - begun < 20
-    (said,) = [each for each in told.messages if "and all that it waits for wait as well" in each]
+    (said,) = [each for each in told if "and all that it waits for wait as well" in each]
     assert said.count("waits for torch.distributed.all_reduce()") == 2 and "which is ended" in said
     with pytest.raises(FSDPRuntimeError, match="all that it waits for wait as well"):
         step(model)
@@ -289,25 +254,21 @@ def test_different_collectives_of_torchs_own_are_named_and_ended() -> None:
 @multi_rank(2)
 def test_one_collective_after_the_other_is_no_wait() -> None:
     """Whenever the thread looks, both ranks are in an all-reduce; and then one of them computes for long."""
-    model, told = sharded(), Told()
+    model = sharded()
     step(model)
-    logging.getLogger("fsdp2").addHandler(told)
-    try:
-        with watched():
-            until = time.monotonic() + 5 * SECONDS
-            goes = torch.ones(1)
-            while goes:
-                goes = torch.tensor(float(time.monotonic() < until))
-                dist.all_reduce(goes, op=dist.ReduceOp.MIN)
-            assert not told.messages
-            if dist.get_rank() == 1:
-                time.sleep(6 * SECONDS)
-            dist.all_reduce(torch.ones(2))
-            goes_on(model)
-    finally:
-        logging.getLogger("fsdp2").removeHandler(told)
+    with heard() as told, watched():
+        until = time.monotonic() + 5 * SECONDS
+        goes = torch.ones(1)
+        while goes:
+            goes = torch.tensor(float(time.monotonic() < until))
+            dist.all_reduce(goes, op=dist.ReduceOp.MIN)
+        assert not told
+        if dist.get_rank() == 1:
+            time.sleep(6 * SECONDS)
+        dist.all_reduce(torch.ones(2))
+        goes_on(model)
     if dist.get_rank() == 0:
-        (message,) = [each for each in told.messages if "has waited for torch.distributed.all_reduce()" in each]
+        (message,) = [each for each in told if "has waited for torch.distributed.all_reduce()" in each]
         assert "rank 1 has not come to it yet (it runs test_watchdog.py:" in message
 
 
@@ -325,6 +286,7 @@ def test_other_plans_are_told_while_the_other_rank_trains_another_model() -> Non
     goes_on(other)
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_it_may_be_off() -> None:
     set_watchdog(0)
@@ -354,9 +316,7 @@ def test_the_flight_record_names_the_last_exchanges() -> None:
 @multi_rank(4)
 def test_roots_of_one_kind_are_told_apart(hybrid: bool) -> None:
     """Each block is a root of its own, and all have one name: a rank that runs another first, or later, is told so."""
-    arguments: dict[str, Any] = {}
-    if hybrid:
-        arguments["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    arguments = WAYS["hybrid" if hybrid else "default"]()
     last = dist.get_rank() == 3
     if last:
         fully_shard(nn.Linear(6, 6), **arguments)  # which is never run, and is no reason for an error

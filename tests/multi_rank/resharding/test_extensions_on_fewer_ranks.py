@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -36,50 +35,53 @@ from tests.harness.parity.programs import is_sharded, loss_on, mesh_of, train
 from tests.harness.parity.trace import GATHER, traced
 
 
-class Scaled(FiveArguments):
+class Encoding(FiveArguments):
+    """What it sends says `encode`, and what of that the parameter is `decode`."""
+
+    encode: Any
+    decode: Any
+
+    def fsdp_pre_all_gather(
+        self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        (inner,), _ = super().fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
+        return self.encode(inner), {"ranks": mesh.size()}
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        CALLS.append(("post", {"out": out is not None}))
+        return _filled(out, self.decode(metadata["ranks"], *outputs).to(param_dtype))
+
+
+class Scaled(Encoding):
     """Each rank sends its values divided by a power of two of its own, and that: two tensors, nothing rounded."""
 
-    def fsdp_pre_all_gather(
-        self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
-    ) -> tuple[tuple[Tensor, ...], Any]:
-        (inner,), _ = super().fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
+    def encode(self, inner: Tensor) -> tuple[Tensor, ...]:
         scale = torch.full((1,), 2.0 ** (dist.get_rank() - 1))
-        return (inner / scale, scale), {"ranks": mesh.size()}
+        return inner / scale, scale
 
-    def fsdp_post_all_gather(
-        self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> Any:
+    def decode(self, ranks: int, *outputs: Tensor) -> Tensor:
         values, scales = outputs
-        assert scales.shape == (metadata["ranks"],)
-        CALLS.append(("post", {"out": out is not None}))
-        value = (values.unflatten(0, (len(scales), -1)) * scales[:, None, None]).flatten(0, 1)
-        return _filled(out, value.to(param_dtype))
+        assert scales.shape == (ranks,)
+        return (values.unflatten(0, (ranks, -1)) * scales[:, None, None]).flatten(0, 1)
 
 
-class Coded(FiveArguments):
+class Coded(Encoding):
     """Travels as bytes."""
 
-    def fsdp_pre_all_gather(
-        self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
-    ) -> tuple[tuple[Tensor, ...], Any]:
-        (inner,), _ = super().fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
-        return (inner.contiguous().view(torch.uint8),), None
+    def encode(self, inner: Tensor) -> tuple[Tensor, ...]:
+        return (inner.contiguous().view(torch.uint8),)
 
-    def fsdp_post_all_gather(
-        self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> Any:
-        CALLS.append(("post", {"out": out is not None}))
-        return _filled(out, outputs[0].view(torch.float32).to(param_dtype))
+    def decode(self, ranks: int, *outputs: Tensor) -> Tensor:
+        return outputs[0].view(torch.float32)
 
 
-class Overwriting(FiveArguments):
+class Overwriting(Encoding):
     """Sends halves of its values, and doubles them where they arrived."""
 
-    def fsdp_pre_all_gather(
-        self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
-    ) -> tuple[tuple[Tensor, ...], Any]:
-        (inner,), _ = super().fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
-        return (inner / 2,), None
+    def encode(self, inner: Tensor) -> tuple[Tensor, ...]:
+        return (inner / 2,)
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
@@ -120,6 +122,7 @@ def test_extensions_on_fewer_ranks_train_like_the_unsharded_model(kind: type[Wra
     steps_like_the_reference(sharded(kind, rows, reshard_after_forward=2), rows)
 
 
+@pytest.mark.full
 @multi_rank(2)
 @pytest.mark.parametrize("kind", [OneArgument, Halves], ids=lambda each: each.__name__)
 def test_the_number_of_all_ranks_is_true(kind: type[Wrapped]) -> None:
@@ -128,11 +131,7 @@ def test_the_number_of_all_ranks_is_true(kind: type[Wrapped]) -> None:
     assert model._fsdp_state.unit[0].storage.post_forward is None
 
 
-@multi_rank(4)
-def test_extensions_in_groups_of_two_of_one_replica() -> None:
-    steps_like_the_reference(sharded(Halves, 13, mesh=mesh_of(1, 4), reshard_after_forward=2), 13)
-
-
+@pytest.mark.full  # 8 ranks
 @multi_rank(8, timeout=180)
 @pytest.mark.parametrize("kind", others_full([Halves, Coded], [Coded]), ids=lambda each: each.__name__)  # full: 1 s
 def test_extensions_in_every_replica(kind: type[Wrapped]) -> None:
@@ -176,6 +175,7 @@ def _sends_integers(self: Halves, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...],
 CASTING = [(Scaled, torch.bfloat16), (Coded, torch.bfloat16), (Wrapped, torch.bfloat16)]
 
 
+@pytest.mark.full
 @multi_rank(4)
 @pytest.mark.parametrize(("kind", "param_dtype"), [*((kind, None) for kind in KINDS), *CASTING])
 def test_every_bit_is_as_with_true(kind: type[Wrapped], param_dtype: torch.dtype | None) -> None:
@@ -201,17 +201,6 @@ def _bits(model: Any) -> list[Tensor]:
                 (local._inner if isinstance(local, Wrapped) else local).sub_(0.1 * found[-1])
             parameter.grad = None
     return found
-
-
-@multi_rank(4)
-def test_in_bfloat16_it_follows_the_reference() -> None:
-    policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = sharded(Scaled, 13, reshard_after_forward=2, mp_policy=policy)
-    record = Reference(
-        plain_case(13), world_size=4, param_dtype=torch.bfloat16, grad_dtype=torch.bfloat16, reduce_dtype=torch.float32
-    ).step()
-    loss_on(plain_case(13), model).backward()
-    _assert_gradients(model, record, rtol=0.02, atol=2e-3)
 
 
 @multi_rank(4)
@@ -286,27 +275,21 @@ def _extend(parameter: Any, *, releases: bool) -> None:
         local.fsdp_should_release_all_gather_outputs_after_post_all_gather = lambda: True
 
 
+@pytest.mark.full
 @multi_rank(4)
 @pytest.mark.parametrize("units", [("first", "last"), ("first",), ()], ids=["three", "two", "one"])
 @pytest.mark.parametrize("releases", [False, True], ids=["keeps", "releases"])
-def test_groups_that_mix_both(units: tuple[str, ...], releases: bool) -> None:
-    case = _net(units)
-    train(case, _extended(case, releases=releases))
+@pytest.mark.parametrize("checkpoints", ["none", "reentrant", "no_reentrant"])
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_groups_that_mix_both(microbatches: int, checkpoints: str, releases: bool, units: tuple[str, ...]) -> None:
+    case = _net(units, checkpoints)
+    model = _extended(case, releases=releases)
+    reference = Reference(case, world_size=4, microbatches=microbatches, accumulation=Accumulation.REDUCE_LAST)
 
+    def before(micro: int) -> None:
+        model.set_requires_gradient_sync(micro == microbatches - 1)
 
-@multi_rank(4)
-@pytest.mark.parametrize("checkpoints", ["reentrant", "no_reentrant"])
-def test_within_checkpoints(checkpoints: str) -> None:
-    case = _net(checkpoints=checkpoints)
-    train(case, _extended(case))
-
-
-@multi_rank(4)
-def test_gradients_add_up_over_microbatches() -> None:
-    case = _net()
-    model = _extended(case)
-    reference = Reference(case, world_size=4, microbatches=3, accumulation=Accumulation.REDUCE_LAST)
-    train(case, model, reference=reference, before_forward=lambda micro: model.set_requires_gradient_sync(micro == 2))
+    train(case, model, reference=reference, before_forward=before)
 
 
 @multi_rank(4)
@@ -347,6 +330,7 @@ def test_keeping_the_unsharded_storage() -> None:
 # ---- what is gathered, what rests ------------------------------------------------------------------
 
 
+@pytest.mark.full
 @multi_rank(4)
 def test_backward_gathers_among_the_neighbours_and_asks_the_extension_for_nothing() -> None:
     use_native_collectives()
@@ -386,8 +370,9 @@ def test_forwards_that_follow_one_another() -> None:
     case = _net()
     model = _extended(case, releases=True)
     record = Reference(case, world_size=4).step()
-    with torch.no_grad():
-        loss_on(case, model)
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            loss_on(case, model)
     assert torch.equal(loss_on(case, model).detach(), record.losses[dist.get_rank()][0])
     model.first.unshard()
     assert not is_sharded(model.first.weight)
@@ -396,19 +381,10 @@ def test_forwards_that_follow_one_another() -> None:
     _assert_gradients(model, record, times=2)
 
 
-@multi_rank(4)
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=lambda mode: mode.__name__)
-def test_evaluation_first(mode: Callable[[], Any]) -> None:
-    case = _net()
-    model = _extended(case)
-    with mode():
-        loss_on(case, model)
-    train(case, model)
-
-
 # ---- what may happen while they rest ---------------------------------------------------------------
 
 
+@pytest.mark.full
 @multi_rank(4)
 def test_backward_computes_with_what_forward_computed_with() -> None:
     """Though the sharded parameter was written in between, which shows in the next forward."""
@@ -482,6 +458,7 @@ class Failing(Scaled):
         return super().fsdp_post_all_gather(*args, **kwargs)
 
 
+@pytest.mark.full
 @multi_rank(4)
 @pytest.mark.parametrize(("method", "call"), [("pre", 1), ("pre", 2), ("post", 1), ("post", 2), ("post", 3)])
 def test_after_an_exception_in_an_extension_training_goes_on(method: str, call: int) -> None:

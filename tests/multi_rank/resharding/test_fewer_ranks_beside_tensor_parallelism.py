@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp2 import DataParallelMeshDims, FSDPNotImplementedError, fully_shard
@@ -52,20 +52,19 @@ def data(step: int, rank: int) -> torch.Tensor:
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def train(model: Any, *, ranks: int, rank: int) -> None:
+def train(model: Any, *, rank: int) -> None:
+    """On four data-parallel ranks."""
     plain = build()
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, plain)]
     for step in range(3):
         model(data(step, rank)).square().mean().backward()
-        for each in range(ranks):
-            (plain(data(step, each)).square().mean() / ranks).backward()
-        expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
-        assert_sharded_same(f"gradients in step {step}", gradients_of(model), expected, tolerance=SUM_ORDER)
+        for each in range(4):
+            (plain(data(step, each)).square().mean() / 4).backward()
+        assert_sharded_same(f"gradients in step {step}", gradients_of(model), gradients_of(plain), tolerance=SUM_ORDER)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    expected = {name: parameter.detach() for name, parameter in plain.named_parameters()}
-    assert_sharded_same("parameters", parameters_of(model), expected, tolerance=SUM_ORDER)
+    assert_sharded_same("parameters", parameters_of(model), parameters_of(plain), tolerance=SUM_ORDER)
 
 
 @pytest.mark.full  # 8 ranks, 20 s
@@ -85,16 +84,17 @@ def test_tensor_parallelism_over_two_and_neighbours_of_four(dim: int) -> None:
             assert torch.equal(rests.full_tensor(), parameter.detach())
     loss.backward()
     model.zero_grad()
-    train(model, ranks=4, rank=rank)
+    train(model, rank=rank)
 
 
-@pytest.mark.full  # 8 ranks, 15 s
-@multi_rank(8, timeout=180)
-def test_beside_replicas_and_tensor_parallelism() -> None:
-    mesh = init_device_mesh("cpu", (1, 4, 2), mesh_dim_names=("replicate", "shard", "tp"))
-    model = parallelized(build(), mesh["tp"])
-    shard(model, mesh=mesh["replicate", "shard"], reshard_after_forward=2)
-    train(model, ranks=4, rank=mesh.get_local_rank("shard"))
+def compare_on_an_spmd_mesh(model: Any, mesh: DeviceMesh, own: list[Placement], rank: int) -> None:
+    """Gradients; ``own``: how the batches of four data-parallel ranks lie."""
+    plain = build()
+    x = DTensor.from_local(data(0, rank), mesh, own, run_check=False)
+    model(x).redistribute(placements=own).to_local().square().mean().backward()
+    for each in range(4):
+        (plain(data(0, each)).square().mean() / 4).backward()
+    assert_sharded_same("gradients", gradients_of(model), gradients_of(plain), tolerance=SUM_ORDER)
 
 
 @pytest.mark.full  # 8 ranks, 15 s
@@ -106,23 +106,7 @@ def test_on_a_named_dim_of_an_spmd_mesh() -> None:
         up = distribute_tensor(block.up.weight.detach().full_tensor(), mesh, [Replicate(), Shard(0)])
         block.up.weight = nn.Parameter(up)
     shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"), reshard_after_forward=2)
-    rank = mesh.get_local_rank("dp")
-    plain = build()
-    own = [Shard(0), Replicate()]
-    x = DTensor.from_local(data(0, rank), mesh, own, run_check=False)
-    model(x).redistribute(placements=own).to_local().square().mean().backward()
-    for each in range(4):
-        (plain(data(0, each)).square().mean() / 4).backward()
-    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
-    assert_sharded_same("gradients", gradients_of(model), expected, tolerance=SUM_ORDER)
-
-
-@multi_rank(4)
-def test_a_slice_without_tensor_parallelism() -> None:
-    """Process groups of other slices are made by all ranks, whatever slice is theirs."""
-    mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "other"))
-    model = shard(build(), mesh=mesh["dp"], reshard_after_forward=2)
-    train(model, ranks=4, rank=dist.get_rank())
+    compare_on_an_spmd_mesh(model, mesh, [Shard(0), Replicate()], mesh.get_local_rank("dp"))
 
 
 def test_neighbours_in_every_slice() -> None:
@@ -150,11 +134,4 @@ def test_a_dim_flattened_from_the_whole_mesh() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     model = distribute_module(build(), mesh)
     shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard=("a", "b")), reshard_after_forward=2)
-    rank = dist.get_rank()
-    plain = build()
-    x = DTensor.from_local(data(0, rank), mesh, [Shard(0), Shard(0)], run_check=False)
-    model(x).to_local().square().mean().backward()
-    for each in range(4):
-        (plain(data(0, each)).square().mean() / 4).backward()
-    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
-    assert_sharded_same("gradients", gradients_of(model), expected, tolerance=SUM_ORDER)
+    compare_on_an_spmd_mesh(model, mesh, [Shard(0), Shard(0)], dist.get_rank())

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from fsdp2 import CPUOffloadPolicy, FSDPMeshInfo, FSDPModule, ShardPlacementResult, fully_shard
 from tests.harness import multi_rank
 from tests.harness.compare import SUM_ORDER, assert_same, full_parameters
+from tests.harness.shared.ways import hybrid
 
 STEPS = 3
 
@@ -49,6 +50,7 @@ def assert_trained(model: nn.Module, plain: nn.Module) -> None:
     assert_same("parameters", full_parameters(model), expected, tolerance=SUM_ORDER)
 
 
+@pytest.mark.full
 @multi_rank(4)
 def test_groups_of_one_call_on_two_meshes() -> None:
     whole = FSDPMeshInfo(init_device_mesh("cpu", (4,)), shard_mesh_dim=0)
@@ -66,6 +68,7 @@ def test_groups_of_one_call_on_two_meshes() -> None:
     assert_trained(model, build())
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_a_copy_of_weights_tied_across_calls() -> None:
     model, plain = build(), build()
@@ -82,82 +85,46 @@ def test_a_copy_of_weights_tied_across_calls() -> None:
 # ---- what programs write -------------------------------------------------------------------------
 
 
-def to_the_parameter(parameter: Tensor) -> None:
-    parameter.add_(1)
+WRITES: dict[str, Callable[[Any], object]] = {
+    "itself": lambda parameter: parameter.add_(1),
+    "detached": lambda parameter: parameter.detach().mul_(2),
+    "its local tensor": lambda parameter: parameter.to_local().add_(1),
+    "by data its local tensor": lambda parameter: parameter.data.to_local().mul_(2),
+    "local tensors together": lambda parameter: torch._foreach_add_([parameter.to_local()], 1.0),
+}
+
+OPTIONS = [
+    {"reshard_after_forward": False}, {"strategy": "zero1"}, {"strategy": "zero2"}, {},
+    {"offload_policy": CPUOffloadPolicy(), "reshard_after_forward": False},
+]  # fmt: skip
 
 
-def to_a_detached_view(parameter: Tensor) -> None:
-    parameter.detach().mul_(2)
-
-
-def to_the_local_tensor(parameter: Tensor) -> None:
-    parameter.to_local().add_(1)  # type: ignore[attr-defined]
-
-
-def through_data_to_the_local_tensor(parameter: Tensor) -> None:
-    parameter.data.to_local().mul_(2)  # type: ignore[attr-defined]
-
-
-def to_local_tensors_together(parameter: Tensor) -> None:
-    torch._foreach_add_([parameter.to_local()], 1.0)  # type: ignore[attr-defined]
-
-
-WRITES = pytest.mark.parametrize(
-    "write",
-    [
-        to_the_parameter,
-        to_a_detached_view,
-        to_the_local_tensor,
-        through_data_to_the_local_tensor,
-        to_local_tensors_together,
-    ],
-)
-
-
-def assert_evaluates_what_was_written(write: Callable[[Tensor], None], **options: Any) -> None:
-    """Two evaluations, of which the second is of other weights: a program has kept the sharded parameters."""
+@pytest.mark.full
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("replicas", [False, True])
+@pytest.mark.parametrize("write", WRITES)
+@multi_rank(2, 4)
+def test_weights_written_between_two_evaluations(write: str, replicas: bool, options: dict[str, Any]) -> None:
+    """A program has kept the sharded parameters."""
     model = build()
     for unit in (model[0], model[2], model):
-        fully_shard(unit, **options)
+        fully_shard(unit, **options, **(hybrid() if replicas else {}))
     kept = list(model.parameters())
     x = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
     for _ in range(2):
         with torch.no_grad():
             model(x)
             for parameter in kept:
-                write(parameter)
+                WRITES[write](parameter)
             plain = build()
             for parameter, other in zip(kept, plain.parameters(), strict=True):
                 other.copy_(parameter.full_tensor())  # type: ignore[attr-defined]
             assert torch.allclose(model(x), plain(x), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "options", [{"reshard_after_forward": False}, {"strategy": "zero1"}, {"strategy": "zero2"}, {}], ids=str
-)
-@WRITES
-@multi_rank(2, 4)
-def test_weights_written_between_two_evaluations(write: Callable[[Tensor], None], options: dict[str, Any]) -> None:
-    assert_evaluates_what_was_written(write, **options)
-
-
-@WRITES
+@pytest.mark.parametrize("write", WRITES)
 @multi_rank(2)
-def test_the_same_of_offloaded_ones(write: Callable[[Tensor], None]) -> None:
-    options = {"offload_policy": CPUOffloadPolicy(), "reshard_after_forward": False}
-    assert_evaluates_what_was_written(write, **options)
-
-
-@WRITES
-@multi_rank(4)
-def test_the_same_over_replicas_of_shards(write: Callable[[Tensor], None]) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    assert_evaluates_what_was_written(write, mesh=mesh, reshard_after_forward=False)
-
-
-@WRITES
-@multi_rank(2)
-def test_a_write_between_a_forward_and_its_backward_is_an_error(write: Callable[[Tensor], None]) -> None:
+def test_a_write_between_a_forward_and_its_backward_is_an_error(write: str) -> None:
     model = build()
     for unit in (model[0], model):
         fully_shard(unit)
@@ -165,6 +132,6 @@ def test_a_write_between_a_forward_and_its_backward_is_an_error(write: Callable[
     loss = model(torch.randn(2, 8)).square().mean()
     with torch.no_grad():
         for parameter in kept:
-            write(parameter)
+            WRITES[write](parameter)
     with pytest.raises(RuntimeError, match="between a forward and its backward"):
         loss.backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,59 +16,50 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from fsdp2 import FSDPModule, FSDPRuntimeError, broadcast_parameters, compare_parameters, fully_shard
 from tests.harness import multi_rank, tolerance_for
-from tests.harness.models import TRANSFORMER, UNEVEN_MLP, ModelCase
+from tests.harness.models import UNEVEN_MLP
 from tests.harness.reference import Reference, adamw
 from tests.harness.shared.odd_parameters import ODD
 from tests.harness.shared.slices import Mixture, backward_of, expert_of, grid, placement_of_experts
+from tests.harness.shared.ways import hybrid
 from tests.harness.training import assert_trains_like
 
-STRATEGIES: dict[str, dict[str, Any]] = {
-    "hybrid": {},
-    "replicate": {"strategy": "replicate"},
-}
+KINDS: dict[str, Callable[[], dict[str, Any]]] = {"hybrid": hybrid, "replicate": lambda: {"strategy": "replicate"}}
 
 
-def shard(case: ModelCase, model: nn.Module, kind: str) -> FSDPModule:
-    arguments = dict(STRATEGIES[kind])
-    if kind == "hybrid":
-        sizes = (2, dist.get_world_size() // 2)
-        arguments["mesh"] = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
-    for unit in case.units(model):
-        fully_shard(unit, **arguments)
+def shard(model: nn.Module, kind: str) -> FSDPModule:
+    for unit in UNEVEN_MLP.units(model):
+        fully_shard(unit, **KINDS[kind]())
     assert isinstance(model, FSDPModule)
     return model
 
 
-def loss_of(case: ModelCase, model: nn.Module) -> torch.Tensor:
-    return case.loss(model, case.batch(0, 0, dist.get_rank()))
+def loss_of(model: nn.Module) -> torch.Tensor:
+    return UNEVEN_MLP.loss(model, UNEVEN_MLP.batch(0, 0, dist.get_rank()))
 
 
-@pytest.mark.parametrize("kind", STRATEGIES)
-@pytest.mark.parametrize("case", [UNEVEN_MLP, TRANSFORMER], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
 @multi_rank(2, 4)
-def test_replicas_that_differ_are_named_and_broadcasting_mends_them(
-    case: ModelCase, kind: str, world_size: int
-) -> None:
-    model = shard(case, case.build(), kind)
+def test_replicas_that_differ_are_named_and_broadcasting_mends_them(kind: str, world_size: int) -> None:
+    model = shard(UNEVEN_MLP.build(), kind)
     name, other = next((name, each) for name, each in model.named_parameters() if each.dim() == 1)
     if dist.get_rank() == world_size - 1:
         other.detach().to_local().add_(1e-6)  # of one rank only
     with torch.no_grad():
-        loss_of(case, model)  # it need not be the same yet
+        loss_of(model)  # it need not be the same yet
     for _ in range(2):
         with pytest.raises(FSDPRuntimeError, match=rf"replicas of \w+ hold different values of '{name}', and would"):
-            loss_of(case, model)
+            loss_of(model)
     broadcast_parameters(model)
-    reference = Reference(case, world_size=world_size)
+    reference = Reference(UNEVEN_MLP, world_size=world_size)
     optimizer = adamw(list(model.parameters()))
     assert_trains_like(reference, model, optimizer, steps=2, tolerance=tolerance_for(world_size))
 
 
 @multi_rank(4)
 def test_what_is_meant_to_differ_is_not_compared() -> None:
-    model = shard(UNEVEN_MLP, UNEVEN_MLP.build(seed=dist.get_rank() // 2), "hybrid")
+    model = shard(UNEVEN_MLP.build(seed=dist.get_rank() // 2), "hybrid")
     model.set_replica_check(parameters=False)
-    loss_of(UNEVEN_MLP, model).backward()
+    loss_of(model).backward()
     with pytest.raises(FSDPRuntimeError, match="must be called on the root"):
         next(each for each in model.children() if isinstance(each, FSDPModule)).set_replica_check(False)
 
@@ -91,12 +83,12 @@ def test_buffers_that_differ_are_a_warning(checks: bool) -> None:
     plain = UNEVEN_MLP.build()
     plain.register_buffer("average", torch.full((3,), float(dist.get_rank() // 2)))
     plain.register_buffer("same", torch.ones(2, dtype=torch.bool), persistent=False)
-    model = shard(UNEVEN_MLP, plain, "hybrid")
+    model = shard(plain, "hybrid")
     model.set_replica_check(buffers=checks)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for _ in range(2):
-            loss_of(UNEVEN_MLP, model).backward()
+            loss_of(model).backward()
     said = [str(each.message) for each in told if "hold different values of the buffers" in str(each.message)]
     assert len(said) == int(checks) and all("'average'. Call" in each for each in said)
 
@@ -105,10 +97,10 @@ def test_buffers_that_differ_are_a_warning(checks: bool) -> None:
 @multi_rank(4)
 def test_it_is_done_once_and_shown_to_nobody() -> None:
     counts = []
-    model = shard(UNEVEN_MLP, UNEVEN_MLP.build(), "hybrid")
+    model = shard(UNEVEN_MLP.build(), "hybrid")
     for _ in range(3):
         with CommDebugMode() as seen:
-            loss_of(UNEVEN_MLP, model).backward()
+            loss_of(model).backward()
         counts.append(dict(seen.get_comm_counts()))
     assert counts[0] == counts[1] == counts[2]
 
@@ -143,11 +135,11 @@ def test_a_process_group_of_some() -> None:
 @pytest.mark.full  # 8 s
 @multi_rank(4)
 def test_a_compiled_model() -> None:
-    model = shard(UNEVEN_MLP, UNEVEN_MLP.build(seed=dist.get_rank() // 2), "hybrid")
+    model = shard(UNEVEN_MLP.build(seed=dist.get_rank() // 2), "hybrid")
     compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks
         with pytest.raises(FSDPRuntimeError, match="hold different values of"):
-            loss_of(UNEVEN_MLP, compiled)
+            loss_of(compiled)
         broadcast_parameters(model)
-        loss_of(UNEVEN_MLP, compiled).backward()
+        loss_of(compiled).backward()

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp2 import (
     CPUOffloadPolicy,
@@ -24,25 +24,31 @@ from fsdp2 import (
     unwrap,
 )
 from fsdp2.core.state import state_of
-from tests.harness import multi_rank, use_native_collectives
+from tests.harness import multi_rank, others_full, use_native_collectives
 from tests.harness.compare import (
     SUM_ORDER,
     Tolerance,
     assert_same,
     assert_sharded_same,
     full_parameters,
+    gradients_of,
     tolerance_for,
 )
-from tests.harness.models import FROZEN, MLP, TRANSFORMER, UNEVEN_MLP
+from tests.harness.models import FROZEN, TRANSFORMER, UNEVEN_MLP
+from tests.harness.parity.extensions import FiveArguments
 from tests.harness.parity.trace import Trace, trace_of
 from tests.harness.reference import Accumulation, adamw
-from tests.harness.shared.strategies import HOW, SHARDING, STRATEGIES, reference_for, run_microbatches, shard, train
+from tests.harness.shared.strategies import HOW, STRATEGIES, reference_for, run_microbatches, shard, train
 from tests.harness.shared.training import loss_on, trainable
+from tests.harness.shared.ways import hybrid
 
 ROUNDED = Tolerance(0.05, 0.02, "a sum in another order is rounded to another bfloat16 parameter")
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 GROUPS = 3
 """Of `UNEVEN_MLP`: its units hold all parameters."""
+
+
+SETTINGS = ("uneven", "two dims", "frozen", "checkpointed", "mixed precision", "offloaded")
 
 
 def is_whole(parameter: Any) -> bool:
@@ -55,7 +61,7 @@ def is_whole(parameter: Any) -> bool:
 @multi_rank(2, full=[4])  # those of this file on 4 ranks: about 25 s on two cores
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("setting", ["uneven", "frozen", "checkpointed", "mixed precision", "offloaded"])
+@pytest.mark.parametrize("setting", others_full(SETTINGS, SETTINGS[:2]))
 def test_every_strategy_trains_like_the_reference(setting: str, strategy: str, how: str, world_size: int) -> None:
     case = {"frozen": FROZEN, "checkpointed": TRANSFORMER}.get(setting, UNEVEN_MLP)
     model, options, extra, tolerance = case.build(), {}, {}, tolerance_for(world_size)
@@ -68,50 +74,12 @@ def test_every_strategy_trains_like_the_reference(setting: str, strategy: str, h
         tolerance = None if world_size == 2 else ROUNDED
     elif setting == "offloaded":
         options = {"offload_policy": CPUOffloadPolicy()}
+    elif setting == "two dims":  # over both of which "replicate" makes copies
+        options, tolerance = hybrid(), SUM_ORDER
     shard(case, strategy, model, **options)
     train(reference_for(case, world_size, how, **extra), model, how=how, tolerance=tolerance)
     assert all(is_whole(parameter) is (strategy == "replicate") for parameter in model.parameters())
-
-
-@multi_rank(4)
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_over_two_dims_of_a_mesh(strategy: str, how: str, world_size: int) -> None:
-    """`"replicate"` makes copies over both."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = shard(UNEVEN_MLP, strategy, mesh=mesh)
-    train(reference_for(UNEVEN_MLP, world_size, how), model, how=how, tolerance=SUM_ORDER)
-    expected = 1 if strategy == "replicate" else 2
-    assert all(len(parameter.placements) == expected for parameter in model.parameters())
-    assert all(is_whole(parameter) is (strategy == "replicate") for parameter in model.parameters())
-    assert shard(UNEVEN_MLP, strategy, model, mesh=mesh) is model
-
-
-def tensor_parallel(strategy: str) -> tuple[Any, int]:
-    """`MLP` cut in two by its first layers, on each of two data-parallel ranks; and which of these this is."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = MLP.build()
-    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    return shard(MLP, strategy, model, mesh=mesh["dp"]), mesh.get_local_rank("dp")
-
-
-@multi_rank(4)
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_beside_tensor_parallelism(strategy: str, how: str) -> None:
-    plain = MLP.build()
-    own = parallelize_module(
-        plain,
-        init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"],
-        {"0": ColwiseParallel(), "2": RowwiseParallel()},
-    )
-    placements = [list(each.placements) if isinstance(each, DTensor) else [] for each in own.parameters()]
-    model, rank = tensor_parallel(strategy)
-    train(reference_for(MLP, 2, how), model, how=how, tolerance=SUM_ORDER, rank=rank)
-    for parameter, before in zip(model.parameters(), placements, strict=True):
-        assert isinstance(parameter.placements[0], Replicate) is (strategy == "replicate")
-        if strategy == "replicate":
-            assert list(parameter.placements[1:]) == before
+    assert shard(case, strategy, model, **options) is model
 
 
 @multi_rank(4)
@@ -157,6 +125,7 @@ def test_the_stages_differ_in_their_collectives(strategy: str, how: str) -> None
     assert counts == {"all_gather": gathers, "reduce_scatter": reductions}
 
 
+@pytest.mark.full
 @multi_rank(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_when_parameters_are_unsharded(strategy: str) -> None:
@@ -171,6 +140,7 @@ def test_when_parameters_are_unsharded(strategy: str) -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+@pytest.mark.full
 @multi_rank(2, full=[4])  # those of this file on 4 ranks: about 25 s on two cores
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_step_between_microbatches_is_seen_by_the_next(strategy: str, world_size: int) -> None:
@@ -190,6 +160,7 @@ def test_a_step_between_microbatches_is_seen_by_the_next(strategy: str, world_si
 # ---- several strategies --------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @multi_rank(2, full=[4])  # those of this file on 4 ranks: about 25 s on two cores
 @pytest.mark.parametrize("how", HOW)
 def test_several_in_one_model(how: str, world_size: int) -> None:
@@ -207,6 +178,7 @@ def test_several_in_one_model(how: str, world_size: int) -> None:
     torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.1), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full
 @multi_rank(2, full=[4])  # those of this file on 4 ranks: about 25 s on two cores
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("first", [None, 2], ids=str)
@@ -222,6 +194,7 @@ def test_switching_between_iterations(first: int | None, how: str, world_size: i
     train(reference, model, how=how, steps=6, tolerance=tolerance_for(world_size), before=switch)
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_switching_changes_what_is_gathered() -> None:
     use_native_collectives()
@@ -277,6 +250,7 @@ def test_between_sharded_and_whole_by_unwrap(world_size: int) -> None:
 # ---- state dicts and copies ----------------------------------------------------------------------
 
 
+@pytest.mark.full
 @multi_rank(2, full=[4])  # those of this file on 4 ranks: about 25 s on two cores
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_state_dicts(strategy: str, world_size: int) -> None:
@@ -297,21 +271,6 @@ def test_state_dicts(strategy: str, world_size: int) -> None:
         run_microbatches(case, target, "no_sync", 0, dist.get_rank())
         set_model_state_dict(target, dict(whole), options=StateDictOptions(full_state_dict=True))
         assert_same("what was loaded", full_parameters(target), expected, tolerance=tolerance_for(world_size))
-
-
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 25 s on two cores
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_copies_keep_it(strategy: str, world_size: int) -> None:
-    model = shard(UNEVEN_MLP, strategy)
-    if strategy in SHARDING:
-        model.set_strategy("zero1")
-    copied = copy.deepcopy(model)
-    del model
-    assert shard(UNEVEN_MLP, strategy, copied) is copied
-    train(reference_for(UNEVEN_MLP, world_size, "no_sync"), copied, how="no_sync", tolerance=tolerance_for(world_size))
-    copied.set_requires_gradient_sync(False)
-    loss_on(UNEVEN_MLP, copied, 0, 0).backward()
-    assert not any(isinstance(each, DTensor) for each in copied.parameters())
 
 
 @multi_rank(4)
@@ -335,15 +294,8 @@ def test_a_contradicting_reshard_after_forward(strategy: Any, reshard: Any) -> N
     message = f"strategy='{strategy}' and reshard_after_forward={reshard} contradict each other"
     with pytest.raises(FSDPValueError, match=message):
         fully_shard(UNEVEN_MLP.build(), strategy=strategy, reshard_after_forward=reshard)
-
-
-@multi_rank(4)
-@pytest.mark.parametrize(
-    ("strategy", "reshard"), [("replicate", False), ("zero1", False), ("zero2", False), ("zero3", True), ("zero3", 2)]
-)
-def test_an_agreeing_reshard_after_forward(strategy: Any, reshard: Any, world_size: int) -> None:
-    model = shard(UNEVEN_MLP, strategy, reshard_after_forward=reshard)
-    train(reference_for(UNEVEN_MLP, world_size, "one"), model, how="one", tolerance=SUM_ORDER)
+    agrees = strategy == "zero3"
+    loss_on(UNEVEN_MLP, shard(UNEVEN_MLP, strategy, reshard_after_forward=agrees), 0, 0).backward()
 
 
 @multi_rank(2)
@@ -377,6 +329,19 @@ def test_another_strategy_in_a_second_call_is_named() -> None:
             fully_shard(model, strategy=other)  # type: ignore[call-overload]
 
 
+@pytest.mark.full
+@multi_rank(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_tensor_subclass_that_gathers_itself(strategy: str) -> None:
+    model: Any = UNEVEN_MLP.build()
+    model[2].weight = nn.Parameter(FiveArguments(model[2].weight.detach().clone()))
+    fully_shard(model, strategy=strategy)  # type: ignore[call-overload]
+    record = reference_for(UNEVEN_MLP, 2, "no_sync").step()
+    run_microbatches(UNEVEN_MLP, model, "no_sync", 0, dist.get_rank())
+    assert_sharded_same("gradients", gradients_of(model), record.gradients)
+
+
+@pytest.mark.full
 @multi_rank(2)
 def test_tied_weights_of_several_strategies(world_size: int) -> None:
     """Sharded alike they may differ in how long they stay; one whole and one sharded is refused."""

@@ -83,6 +83,7 @@ def test_the_last_microbatch_has_the_sum(layout: str, kept: Any, world_size: int
         model.zero_grad()
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_blocks_nest_and_end_in_an_exception(world_size: int) -> None:
     model, rank = sharded("1D"), dist.get_rank()
@@ -97,6 +98,7 @@ def test_blocks_nest_and_end_in_an_exception(world_size: int) -> None:
     assert_sharded_same("gradients", gradients_of(model), expected(world_size), tolerance=SUM_ORDER)
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_after_setters_of_the_users(world_size: int) -> None:
     """Where nothing is to be reduced, no block reduces; and the setting is the user's again after it."""

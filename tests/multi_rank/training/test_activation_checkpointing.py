@@ -1,4 +1,7 @@
-"""Activation checkpointing, inside and around sharded modules and nested, equals the unsharded reference."""
+"""Activation checkpoints within one another and selective ones equal the unsharded reference.
+
+(What is around and within one unit is in `tests/parity/test_composition.py`.)
+"""
 
 from __future__ import annotations
 
@@ -11,64 +14,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fsdp2 import FSDPModule, fully_shard
 from tests.harness import multi_rank
-from tests.harness.compare import tolerance_for
+from tests.harness.compare import assert_sharded_same, gradients_of
 from tests.harness.counting import Collectives
-from tests.harness.models import MLP, TRANSFORMER, ModelCase
-from tests.harness.reference import Reference, adamw
-from tests.harness.shared.training import loss_on, train_custom, trainable
-from tests.harness.training import assert_trains_like
-
-
-class CheckpointInside(nn.Module):
-    """Checkpoints its inner module; `fully_shard` goes around this."""
-
-    def __init__(self, inner: nn.Module, use_reentrant: bool) -> None:
-        super().__init__()
-        self._checkpoint_wrapped_module = inner
-        self.use_reentrant = use_reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        inner = self._checkpoint_wrapped_module
-        if not torch.is_grad_enabled():
-            return inner(x)
-        result = checkpoint(inner, x, use_reentrant=self.use_reentrant)
-        assert isinstance(result, Tensor)
-        return result
-
-
-@multi_rank(2, 4)
-@pytest.mark.parametrize("reentrant", [False, True], ids=["non_reentrant", "reentrant"])
-@pytest.mark.parametrize("nesting", ["inside", "outside", "outside_two"])
-def test_activation_checkpointing(nesting: str, reentrant: bool, world_size: int) -> None:
-    case = TRANSFORMER
-    model = case.build()
-    blocks = model.blocks
-    if nesting == "inside":
-        for index in range(len(blocks)):
-            blocks[index] = fully_shard(CheckpointInside(blocks[index], reentrant))
-    elif nesting == "outside":
-        for index in range(len(blocks)):
-            blocks[index] = CheckpointInside(fully_shard(blocks[index]), reentrant)
-    else:  # one checkpoint around two sharded blocks
-        for index in range(len(blocks)):
-            fully_shard(blocks[index])
-        pair = CheckpointInside(nn.Sequential(blocks[1], blocks[2]), reentrant)
-        forward = model.forward
-        model.forward = lambda tokens: model.head(model.norm(pair(blocks[0](model.embedding(tokens)))))
-        assert forward is not model.forward
-    fully_shard(model)
-    assert_trains_like(
-        Reference(case, world_size=world_size),
-        model,
-        adamw(trainable(model)),
-        steps=4,
-        tolerance=tolerance_for(world_size),
-    )
+from tests.harness.models import MLP, ModelCase
+from tests.harness.shared.training import loss_on, train_custom
 
 
 class Nested(nn.Module):
@@ -165,7 +118,6 @@ class Regions(nn.Module):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("reshards", [True, False])
 @pytest.mark.parametrize("ahead", ["default", "never", "by the program"])
-@pytest.mark.every_combination
 def test_selective_checkpoints_around_several_units(ahead: str, reshards: bool, policy: str, world_size: int) -> None:
     """The engine's operators are none of the region's: they run in a recompute, and are not counted there."""
     torch.manual_seed(0)
@@ -191,9 +143,7 @@ def test_selective_checkpoints_around_several_units(ahead: str, reshards: bool, 
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-        for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
-            assert isinstance(ours.grad, DTensor) and theirs.grad is not None
-            assert torch.equal(ours.grad.full_tensor(), theirs.grad), name
+        assert_sharded_same("gradients", gradients_of(model), gradients_of(plain))
         for each in (model, plain):
             each.zero_grad()
 
@@ -225,9 +175,7 @@ def test_a_list_of_which_one_module_is_recomputed_costs_the_same_in_each_step(wo
             model(x, target).backward()
         counts.append(sum(mode.counts.values()))
         plain(x, target).backward()
-        for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
-            assert isinstance(ours.grad, DTensor) and theirs.grad is not None
-            assert torch.equal(ours.grad.full_tensor(), theirs.grad), name
+        assert_sharded_same("gradients", gradients_of(model), gradients_of(plain))
         for each in (model, plain):
             each.zero_grad()
     assert counts[1] == counts[2] <= counts[0]

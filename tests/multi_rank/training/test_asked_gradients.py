@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp2 import CPUOffloadPolicy, FSDPNotImplementedError, fully_shard
+from fsdp2 import FSDPNotImplementedError, fully_shard
 from tests.harness import multi_rank
-
-Options = dict[str, Any]
+from tests.harness.shared.ways import WAYS
+from tests.multi_rank.training.helpers import assert_same_gradients
 
 
 def whole_and_sharded(**options: Any) -> tuple[nn.Module, nn.Module]:
@@ -37,35 +36,17 @@ def pick(model: nn.Module, indices: Iterable[int]) -> list[nn.Parameter]:
     return [parameters[index] for index in indices]
 
 
-def assert_same_gradients(sharded: nn.Module, whole: nn.Module, world_size: int) -> None:
-    for (name, parameter), other in zip(sharded.named_parameters(), whole.parameters(), strict=True):
-        assert (parameter.grad is None) is (other.grad is None), name
-        if parameter.grad is not None and other.grad is not None:
-            found = parameter.grad.full_tensor()  # type: ignore[attr-defined]
-            assert torch.allclose(found.cpu(), other.grad / world_size, rtol=1e-5, atol=1e-6), name
-
-
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"offload_policy": CPUOffloadPolicy()}])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("indices", [[0, 1, 2, 3], [1], [2, 3]], ids=str)
 @multi_rank(2, 4)
-def test_a_backward_with_inputs_accumulates_in_these(indices: list[int], options: Options, world_size: int) -> None:
-    whole, sharded = whole_and_sharded(**options)
+def test_a_backward_with_inputs_accumulates_in_these(indices: list[int], way: str, world_size: int) -> None:
+    whole, sharded = whole_and_sharded(**WAYS[way]())
     asked, of_whole = pick(sharded, indices), pick(whole, indices)
     for _ in range(2):
         sharded(batch_of(dist.get_rank())).square().mean().backward(inputs=asked)
         for rank in range(world_size):
-            whole(batch_of(rank)).square().mean().backward(inputs=of_whole)
-    assert_same_gradients(sharded, whole, world_size)
-
-
-@multi_rank(4)
-def test_a_backward_with_inputs_over_replicas_of_shards(world_size: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    whole, sharded = whole_and_sharded(mesh=mesh)
-    sharded(batch_of(dist.get_rank())).square().mean().backward(inputs=list(sharded.parameters()))
-    for rank in range(world_size):
-        whole(batch_of(rank)).square().mean().backward()
-    assert_same_gradients(sharded, whole, world_size)
+            (whole(batch_of(rank)).square().mean() / world_size).backward(inputs=of_whole)
+    assert_same_gradients(sharded, whole)
 
 
 @pytest.mark.parametrize("allow_unused", [False, True])
@@ -160,10 +141,8 @@ def test_an_adjoint_is_refused_and_may_call_backward(inside: bool, world_size: i
     sharded.zero_grad()
     sharded(batch_of(dist.get_rank()), by_backward).square().mean().backward()
     for rank in range(world_size):
-        whole(batch_of(rank), by_grad).square().mean().backward()
-    assert_same_gradients(sharded.func, whole.func, world_size)
-    if inside:
-        assert_same_gradients(sharded, whole, world_size)
+        (whole(batch_of(rank), by_grad).square().mean() / world_size).backward()
+    assert_same_gradients(sharded if inside else sharded.func, whole if inside else whole.func)
 
 
 @multi_rank(2)

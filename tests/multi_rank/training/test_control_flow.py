@@ -67,6 +67,7 @@ class ChosenSubmodules(Two):
         return torch.cond(x.sum() > 0, lambda x: call(self.a, a, (x,)), lambda x: call(self.b, b, (x,)), (x,))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", [ChosenWithClones, ChosenSubmodules])
 @multi_rank(2, 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,13 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import CPUOffloadPolicy, FSDPRuntimeError, _torch, fully_shard
-from tests.harness import multi_rank
-from tests.harness.compare import SUM_ORDER, assert_sharded_same, gradients_of, parameters_of
+from fsdp2 import FSDPModule, FSDPRuntimeError, _torch, fully_shard
+from tests.harness import multi_rank, others_full
+from tests.harness.compare import SUM_ORDER, assert_sharded_same, parameters_of
+from tests.harness.shared.ways import WAYS
+from tests.multi_rank.training.helpers import assert_same_gradients, differentiate
 
 WIDTH = 7
 
@@ -68,63 +70,50 @@ def penalty(model: nn.Module, step: int, rank: int, *, only: bool) -> Tensor:
     return loss if only else loss + output.mean()
 
 
-def check(model: Any, kind: str, world_size: int, *, only: bool, steps: int = 3) -> None:
-    plain = build(kind)
+SETTINGS: dict[str, Callable[[], dict[str, Any]]] = {
+    **WAYS,
+    "reshard": lambda: {"reshard_after_forward": True},
+    "on two ranks": lambda: {"reshard_after_forward": 2},
+    "kept after backward": dict,
+}
+
+
+@multi_rank(2, full=[4])
+@pytest.mark.parametrize("only", [False, True], ids=["with a loss", "penalty only"])
+@pytest.mark.parametrize("kind", ["critic", "linear", "recomputed"])
+@pytest.mark.parametrize("setting", others_full(SETTINGS, ["default", "kept after backward"]))
+def test_a_gradient_penalty_equals_the_reference(setting: str, kind: str, only: bool) -> None:
+    model, plain = shard(build(kind), **SETTINGS[setting]()), build(kind)
+    model.set_reshard_after_backward(setting != "kept after backward")
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, plain)]
-    for step in range(steps):
-        penalty(model, step, dist.get_rank(), only=only).backward()
-        for rank in range(world_size):
-            (penalty(plain, step, rank, only=only) / world_size).backward()
-        expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
-        assert_sharded_same(f"gradients in step {step}", gradients_of(model), expected, tolerance=SUM_ORDER)
+    for step in range(3):
+        differentiate(model, plain, lambda each, rank, step=step: penalty(each, step, rank, only=only))
+        for each in (*model.blocks, model):
+            each.reshard()
+        assert_same_gradients(model, plain, f"in step {step}")
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
         with torch.no_grad():  # and an evaluation in between
             model(inputs(step, dist.get_rank()))
-    expected = {name: parameter.detach() for name, parameter in plain.named_parameters()}
-    assert_sharded_same("parameters", parameters_of(model), expected, tolerance=SUM_ORDER)
+    assert_sharded_same("parameters", parameters_of(model), parameters_of(plain), tolerance=SUM_ORDER)
 
 
-@multi_rank(2, full=[4])  # full: 5 s
-@pytest.mark.parametrize("only", [False, True], ids=["with a loss", "penalty only"])
-@pytest.mark.parametrize("kind", ["critic", "linear", "recomputed"])
-@pytest.mark.parametrize("reshard_after_forward", [None, True, False])
-def test_a_gradient_penalty_equals_the_reference(
-    reshard_after_forward: bool | None, kind: str, only: bool, world_size: int
-) -> None:
-    model = shard(build(kind), reshard_after_forward=reshard_after_forward)
-    check(model, kind, world_size, only=only)
-
-
-@multi_rank(4)
-@pytest.mark.parametrize("how", ["replicas", "int", "offloaded"])
-def test_a_gradient_penalty_with_other_settings(how: str, world_size: int) -> None:
-    options: dict[str, Any] = {
-        "replicas": lambda: {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))},
-        "int": lambda: {"reshard_after_forward": 2},
-        "offloaded": lambda: {"offload_policy": CPUOffloadPolicy()},
-    }[how]()
-    check(shard(build("critic"), **options), "critic", world_size, only=False)
-
-
+@pytest.mark.full
 @multi_rank(2)
 @pytest.mark.parametrize("only", [False, True], ids=["with a loss", "penalty only"])
 @pytest.mark.parametrize("kind", ["critic", "linear", "recomputed"])
-def test_a_gradient_penalty_that_is_finalized_by_hand(kind: str, only: bool, world_size: int) -> None:
+def test_a_gradient_penalty_that_is_finalized_by_hand(kind: str, only: bool) -> None:
     """The sharded parameters are there then, with their gradients, to be clipped."""
     model, plain = shard(build(kind)), build(kind)
     model.set_manual_backward_finalization(True)
     for step in range(2):
-        penalty(model, step, dist.get_rank(), only=only).backward()
+        differentiate(model, plain, lambda each, rank, step=step: penalty(each, step, rank, only=only))
         model.finalize_backward()
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-        for rank in range(world_size):
-            (penalty(plain, step, rank, only=only) / world_size).backward()
         norm, expected_norm = (nn.utils.clip_grad_norm_(each.parameters(), 0.1) for each in (model, plain))
         torch.testing.assert_close(norm.full_tensor(), expected_norm)
-        expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
-        assert_sharded_same(f"gradients in step {step}", gradients_of(model), expected, tolerance=SUM_ORDER)
+        assert_same_gradients(model, plain, f"in step {step}")
         for each in (model, plain):
             each.zero_grad()
 
@@ -137,27 +126,6 @@ def test_the_second_backward_leaves_nothing_unsharded(kind: str, world_size: int
     loss.backward()
     for block in model.blocks:
         assert all(hasattr(parameter, "placements") for parameter in block.parameters())
-
-
-@multi_rank(2)
-def test_a_penalty_that_is_never_differentiated(world_size: int) -> None:
-    """The first backward alone, then training goes on."""
-    model = shard(build("critic"), reshard_after_forward=True)
-    penalty(model, 0, dist.get_rank(), only=False)
-    model.zero_grad()
-    check(model, "critic", world_size, only=False)
-
-
-@multi_rank(2)
-def test_microbatches(world_size: int) -> None:
-    model, plain = shard(build("critic")), build("critic")
-    for micro in range(3):
-        model.set_requires_gradient_sync(micro == 2)
-        penalty(model, micro, dist.get_rank(), only=False).backward()
-        for rank in range(world_size):
-            (penalty(plain, micro, rank, only=False) / world_size).backward()
-    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
-    assert_sharded_same("gradients", gradients_of(model), expected, tolerance=SUM_ORDER)
 
 
 def square_of(slope: Tensor) -> Tensor:
@@ -209,6 +177,15 @@ def evaluation_between(model: nn.Module, x: Tensor, y: Tensor) -> None:
     square_of(slope).backward()
 
 
+def without_reduction_first(model: Any, x: Tensor, y: Tensor) -> None:
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(False)
+    loss_before(model, y.detach(), x.requires_grad_())
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(True)
+    loss_before(model, x, y)
+
+
 BESIDE = [
     loss_before,
     loss_after,
@@ -217,9 +194,11 @@ BESIDE = [
     third_order,
     never_differentiated,
     evaluation_between,
+    without_reduction_first,
 ]
 
 
+@pytest.mark.full
 @multi_rank(2)
 @pytest.mark.parametrize("reshard_after_forward", [None, True, False])
 @pytest.mark.parametrize("program", BESIDE, ids=lambda program: program.__name__)
@@ -233,8 +212,7 @@ def test_a_recorded_backward_beside_ordinary_ones(program: Any, reshard_after_fo
         for parameter in plain.parameters():
             if parameter.grad is not None:
                 parameter.grad /= world_size
-        expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
-        assert_sharded_same("gradients", gradients_of(model), expected, tolerance=SUM_ORDER)
+        assert_same_gradients(model, plain)
         model.zero_grad()
 
 
@@ -255,7 +233,7 @@ def test_a_recorded_backward_of_parameters_that_were_written(world_size: int) ->
 @multi_rank(4)
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own use of it
 @pytest.mark.parametrize("reshard_after_forward", [None, 2])
-def test_functional_transforms_of_a_trainable_model(reshard_after_forward: int | None, world_size: int) -> None:
+def test_functional_transforms_of_a_trainable_model(reshard_after_forward: int | None) -> None:
     """`torch.func`: gradients, also per example, Jacobians and Hessians with respect to inputs; then it trains."""
     model, plain = shard(build("critic"), reshard_after_forward=reshard_after_forward), build("critic")
     x = torch.randn(WIDTH, generator=torch.Generator().manual_seed(0))
@@ -270,11 +248,8 @@ def test_functional_transforms_of_a_trainable_model(reshard_after_forward: int |
     ):
         found, expected = transform(model)(at), transform(plain)(at)
         torch.testing.assert_close(found, expected)
-    for rank in range(world_size):
-        (penalty(plain, 0, rank, only=False) / world_size).backward()
-    penalty(model, 0, dist.get_rank(), only=False).backward()
-    expected_gradients = {name: parameter.grad for name, parameter in plain.named_parameters()}
-    assert_sharded_same("gradients", gradients_of(model), expected_gradients, tolerance=SUM_ORDER)
+    differentiate(model, plain, lambda each, rank: penalty(each, 0, rank, only=False))
+    assert_same_gradients(model, plain)
 
 
 def grad_transform(model: nn.Module, x: Tensor) -> None:
@@ -307,8 +282,7 @@ def test_a_gradient_of_inputs_before_clipping(reshard_after_forward: Any, look: 
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        expected = {name: parameter.detach() for name, parameter in plain.named_parameters()}
-        assert_sharded_same("parameters", parameters_of(model), expected, tolerance=SUM_ORDER)
+        assert_sharded_same("parameters", parameters_of(model), parameters_of(plain), tolerance=SUM_ORDER)
 
 
 def dual_output(model: nn.Module, x: Tensor, along: Tensor) -> Tensor:
@@ -344,22 +318,19 @@ def func_jvp_of_grad(model: nn.Module, x: Tensor, along: Tensor) -> Tensor:
     [dual_output, dual_gradient, func_jvp, func_jvp_beside_a_call, func_jvp_of_grad],
     ids=lambda each: each.__name__,
 )
-def test_losses_of_directional_derivatives(derivative: Any, reshard_after_forward: Any, world_size: int) -> None:
+def test_losses_of_directional_derivatives(derivative: Any, reshard_after_forward: Any) -> None:
     """A graph of its own leads from a tangent to the parameters, past the outputs."""
     model, plain = shard(build("critic"), reshard_after_forward=reshard_after_forward), build("critic")
     for step in range(2):
-        for rank in range(world_size):
-            x, along = (inputs(each, rank).detach() for each in (step, step + 5))
-            (derivative(plain, x, along).square().mean() / world_size).backward()
-        x, along = (inputs(each, dist.get_rank()).detach() for each in (step, step + 5))
-        derivative(model, x, along).square().mean().backward()
-        expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
-        assert_sharded_same("gradients", gradients_of(model), expected, tolerance=SUM_ORDER)
-        (penalty(model, step, dist.get_rank(), only=False)).backward()
-        for rank in range(world_size):
-            (penalty(plain, step, rank, only=False) / world_size).backward()
-        expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
-        assert_sharded_same("gradients", gradients_of(model), expected, tolerance=SUM_ORDER)
+
+        def loss_of(each: nn.Module, rank: int, step: int = step) -> Tensor:
+            x, along = (inputs(number, rank).detach() for number in (step, step + 5))
+            return derivative(each, x, along).square().mean()  # type: ignore[no-any-return]
+
+        differentiate(model, plain, loss_of)
+        assert_same_gradients(model, plain)
+        differentiate(model, plain, lambda each, rank, step=step: penalty(each, step, rank, only=False))
+        assert_same_gradients(model, plain)
         model.zero_grad()
         plain.zero_grad()
 
@@ -409,8 +380,7 @@ def test_inputs_inside_of_objects(saves: bool, recompute: bool, world_size: int)
         mine.backward()
         for rank in range(world_size):
             (loss(plain, inputs(0, rank)) / world_size).backward()
-        expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
-        assert_sharded_same(f"gradients in step {step}", gradients_of(model), expected, tolerance=SUM_ORDER)
+        assert_same_gradients(model, plain, f"in step {step}")
         model.zero_grad()
         plain.zero_grad()
     assert len(_torch.tensor_hooks(reused) or {}) == 1

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp2 import CPUOffloadPolicy, FSDPModule, FSDPRuntimeError, fully_shard
-from tests.harness import multi_rank
+from fsdp2 import FSDPModule, FSDPRuntimeError, fully_shard
+from tests.harness import multi_rank, others_full
 from tests.harness.compare import gather
+from tests.harness.shared.ways import WAYS
 
 PROGRAMS = 60
 REFUSALS = (FSDPRuntimeError, "modified by an inplace operation", "already been freed", "does not require grad")
@@ -30,28 +29,11 @@ def layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
 
 
-def units(model: nn.Sequential) -> nn.Module:
-    for index in (0, 2, 3):
-        fully_shard(model[index])
-    return fully_shard(model)
-
-
-def keep(model: nn.Sequential) -> nn.Module:
-    for index in (0, 2):
-        fully_shard(model[index], reshard_after_forward=False)
-    return fully_shard(model, reshard_after_forward=False)
-
-
-def default(model: nn.Sequential) -> nn.Module:
-    return fully_shard(model)
-
-
-def replicated(model: nn.Sequential) -> nn.Module:
-    return fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
-
-
-def offloaded(model: nn.Sequential) -> nn.Module:
-    return fully_shard(model, offload_policy=CPUOffloadPolicy())
+def sharded(way: str) -> nn.Module:
+    model = layers()
+    for index in () if way == "default" else (0, 2) if way == "keep" else (0, 2, 3):
+        fully_shard(model[index], **WAYS[way]())
+    return fully_shard(model, **WAYS[way]())
 
 
 class Program:
@@ -147,16 +129,17 @@ def is_refusal(error: BaseException) -> bool:
 
 
 @multi_rank(2)
-@pytest.mark.parametrize("way", [default, units, keep, replicated, offloaded], ids=lambda each: each.__name__)
-def test_drawn_programs_are_right_or_raise(way: Callable[[nn.Sequential], nn.Module]) -> None:
+@pytest.mark.parametrize("first", others_full(range(0, PROGRAMS, 20), [0]))  # 2 s each
+@pytest.mark.parametrize("way", WAYS)
+def test_drawn_programs_are_right_or_raise(way: str, first: int) -> None:
     refused = right = 0
-    for seed in range(PROGRAMS):
+    for seed in range(first, first + 20):
         expected = None
         with contextlib.suppress(RuntimeError):  # a program that is wrong without sharding, too
             expected = Program(seed, [0, 1]).run(layers())
         found = None
         try:
-            found = Program(seed, [dist.get_rank()]).run(way(layers()))
+            found = Program(seed, [dist.get_rank()]).run(sharded(way))
         except RuntimeError as error:
             assert is_refusal(error), f"program {seed}: {error}"
             refused += 1

@@ -21,6 +21,7 @@ from tests.harness.compare import SUM_ORDER, assert_same, assert_sharded_same, f
 from tests.harness.models import TRANSFORMER, UNEVEN_MLP, Batch, ModelCase
 from tests.harness.recording.graphs import RepeatedStep, graphs
 from tests.harness.reference import Reference
+from tests.harness.shared.ways import WAYS
 
 FUSED: dict[str, Any] = {"fused": True, "capturable": True}
 
@@ -75,24 +76,21 @@ def assert_steps_are_the_references(
     return graphed
 
 
-@multi_rank(2, 4)
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["resharded", "kept"])
-@pytest.mark.parametrize("case", [UNEVEN_MLP, TRANSFORMER], ids=lambda case: case.name)
-def test_steps_are_the_references(case: ModelCase, options: dict[str, Any], world_size: int) -> None:
-    assert_steps_are_the_references(case, shard(case, **options), world_size=world_size)
+@multi_rank(4, full=[2])
+@pytest.mark.parametrize(
+    ("case", "way", "microbatches"),
+    [
+        (UNEVEN_MLP, "hybrid", 1),
+        pytest.param(UNEVEN_MLP, "default", 3, marks=pytest.mark.full),
+        pytest.param(TRANSFORMER, "keep", 1, marks=pytest.mark.full),
+    ],
+)
+def test_steps_are_the_references(case: ModelCase, way: str, microbatches: int, world_size: int) -> None:
+    model = shard(case, **WAYS[way]())
+    assert_steps_are_the_references(case, model, world_size=world_size, microbatches=microbatches)
 
 
-@multi_rank(2)
-def test_microbatches_in_one_step(world_size: int) -> None:
-    assert_steps_are_the_references(UNEVEN_MLP, shard(UNEVEN_MLP), world_size=world_size, microbatches=3)
-
-
-@multi_rank(4)
-def test_replicas(world_size: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    assert_steps_are_the_references(UNEVEN_MLP, shard(UNEVEN_MLP, mesh=mesh), world_size=world_size)
-
-
+@pytest.mark.full
 @multi_rank(2)
 def test_anything_may_run_between_two_calls(world_size: int) -> None:
     """Evaluation that leaves parameters gathered, state dicts, whole parameters."""
@@ -109,13 +107,20 @@ def test_anything_may_run_between_two_calls(world_size: int) -> None:
     assert_steps_are_the_references(UNEVEN_MLP, model, world_size=world_size, between=between)
 
 
-def simple(**options: Any) -> tuple[Any, torch.optim.Optimizer, Callable[..., Any]]:
+def graphed_of(model: Any, optimizer: torch.optim.Optimizer, step: Any = None) -> Callable[..., Any]:
+    """A step of which the second call records."""
+    step = step_of(UNEVEN_MLP, model, optimizer) if step is None else step
+    graphed = fsdp2.make_graphed_step(step, model, optimizer, warm_up=1)
+    graphed(*arguments())
+    return graphed
+
+
+def simple() -> tuple[Any, torch.optim.Optimizer, Any]:
     """A model after its recording."""
     model = shard(UNEVEN_MLP)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **FUSED)
-    step = step_of(UNEVEN_MLP, model, optimizer)
-    graphed = fsdp2.make_graphed_step(step, model, optimizer, warm_up=2, **options)
-    for index in range(3):
+    graphed = graphed_of(model, optimizer)
+    for index in range(2):
         graphed(*arguments(index))
     return model, optimizer, graphed
 
@@ -125,71 +130,53 @@ def arguments(index: int = 0) -> tuple[Tensor, Tensor]:
     return batch.inputs, batch.targets
 
 
-def _new_rate(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.param_groups[0]["lr"] = 3.0
-
-
-def _evaluates(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    model.eval()
-
-
-def _freezes(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    model.get_parameter("0.weight").requires_grad_(False)
-
-
-def _accumulates(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    model.set_requires_gradient_sync(False)
-
-
-def _stays_gathered(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    model.set_reshard_after_forward(False)
-
-
-def _loads(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-
-
-def _assigns(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
-
-
-def _keeps_gradients(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    UNEVEN_MLP.loss(model, UNEVEN_MLP.batch(0, 0, 0)).backward()
-
-
-CHANGES = {
-    _new_rate: r"the hyperparameter of 'AdamW\.lr' is 3\.0, and was 0\.01",
-    _evaluates: "whether it trains, of module '' is False, and was True",
-    _freezes: r"requires_grad of '0\.weight' is False",
-    _accumulates: "a setting of '.*' is requires_gradient_sync=False, and was True",
-    _stays_gathered: r"the resharding of '.*' is \(False, True\)",
-    _loads: r"the state of 'AdamW\.step' is another tensor",
-    _assigns: r"parameter '0\.weight' is another tensor|lies elsewhere",
-    _keeps_gradients: "a parameter has a gradient",
+CHANGES: dict[str, Callable[[Any, Any], object]] = {
+    r"the hyperparameter of 'AdamW\.lr' is 3\.0, and was 0\.01": lambda model, optimizer: _new_rate(optimizer),
+    "whether it trains, of module '' is False, and was True": lambda model, optimizer: model.eval(),
+    r"requires_grad of '0\.weight' is False": lambda model, optimizer: model[0].weight.requires_grad_(False),
+    "a setting of '.*' is requires_gradient_sync=False, and was True": (
+        lambda model, optimizer: model.set_requires_gradient_sync(False)
+    ),
+    r"the resharding of '.*' is \(False, True\)": lambda model, optimizer: model.set_reshard_after_forward(False),
+    r"the state of 'AdamW\.step' is another tensor": (
+        lambda model, optimizer: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    ),
+    r"parameter '0\.weight' is another tensor|lies elsewhere": (
+        lambda model, optimizer: model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    ),
+    "a parameter has a gradient": (
+        lambda model, optimizer: UNEVEN_MLP.loss(model, UNEVEN_MLP.batch(0, 0, 0)).backward()
+    ),
 }
 
 
+def _new_rate(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["lr"] = 3.0
+
+
 @multi_rank(2)
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_what_a_replay_would_not_see_is_refused(change: Callable[..., None]) -> None:
+@pytest.mark.parametrize("says", CHANGES)
+def test_what_a_replay_would_not_see_is_refused(says: str) -> None:
     """Then `reset` records it anew, or the change is taken back; nothing was stepped."""
     with graphs(RepeatedStep):
         model, optimizer, graphed = simple()
-        change(model, optimizer)
+        CHANGES[says](model, optimizer)
         before = full_parameters(model)
-        with pytest.raises(FSDPRuntimeError, match=CHANGES[change]):
+        with pytest.raises(FSDPRuntimeError, match=says):
             graphed(*arguments())
         assert_same("parameters", full_parameters(model), before)
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_a_rate_that_is_a_tensor_may_change(world_size: int) -> None:
     model = shard(UNEVEN_MLP)
     optimizer = adamw(model.parameters())
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=5)
     with graphs(RepeatedStep):
-        graphed = fsdp2.make_graphed_step(step_of(UNEVEN_MLP, model, optimizer), model, optimizer, warm_up=1)
-        for index in range(5):
+        graphed = graphed_of(model, optimizer)
+        schedule.step()
+        for index in range(1, 5):
             graphed(*arguments(index))
             schedule.step()
         before = full_parameters(model)
@@ -209,11 +196,12 @@ def test_other_arguments_are_refused() -> None:
         graphed(inputs, targets)
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_reset_records_again() -> None:
     with graphs(RepeatedStep):
-        model, optimizer, graphed = simple()
-        _new_rate(model, optimizer)
+        _, optimizer, graphed = simple()
+        _new_rate(optimizer)
         graphed.reset()
         assert not graphed.is_recorded
         for index in range(3):
@@ -243,8 +231,7 @@ def test_nor_what_a_rank_of_another_replica_could_not() -> None:
     with graphs(Fails):
         model = shard(UNEVEN_MLP, mesh=mesh)
         optimizer = adamw(model.parameters())
-        graphed = fsdp2.make_graphed_step(step_of(UNEVEN_MLP, model, optimizer), model, optimizer, warm_up=1)
-        graphed(*arguments())
+        graphed = graphed_of(model, optimizer)
         with pytest.raises(FSDPRuntimeError, match=r"could not be recorded(.|\n)*operation not permitted"):
             graphed(*arguments())
 
@@ -268,8 +255,7 @@ def test_no_rank_records_what_another_does_not() -> None:
     with graphs(RepeatedStep):
         model = shard(UNEVEN_MLP)
         optimizer = adamw(model.parameters())
-        graphed = fsdp2.make_graphed_step(step_of(UNEVEN_MLP, model, optimizer), model, optimizer, warm_up=1)
-        graphed(*arguments())
+        graphed = graphed_of(model, optimizer)
         inputs, targets = arguments()
         what = "requires a gradient" if dist.get_rank() == 0 else "The ranks differ(.|\n)*requires a gradient"
         with pytest.raises((FSDPValueError, FSDPRuntimeError), match=what):
@@ -310,9 +296,7 @@ def test_steps_that_no_graph_repeats_are_refused(make: Callable[..., Any]) -> No
     with graphs(RepeatedStep):
         model = shard(UNEVEN_MLP)
         optimizer = adamw(model.parameters())
-        graphed = fsdp2.make_graphed_step(make(model, optimizer), model, optimizer, warm_up=2)
-        for _ in range(2):
-            graphed(*arguments())
+        graphed = graphed_of(model, optimizer, make(model, optimizer))
         with pytest.raises(FSDPRuntimeError, match=REFUSED[make]):
             graphed(*arguments())
 
@@ -326,8 +310,7 @@ def test_optimizers_that_count_on_the_host_are_refused() -> None:
             (torch.optim.Adam(model.parameters()), "Adam counts its steps on the host. Make it with capturable=True"),
             (Counting(model.parameters()), "Counting keeps 'steps' on the host, which a replay does not change"),
         ):
-            graphed = fsdp2.make_graphed_step(step_of(UNEVEN_MLP, model, optimizer), model, optimizer, warm_up=1)
-            graphed(*arguments())
+            graphed = graphed_of(model, optimizer)
             with pytest.raises(FSDPRuntimeError, match=why):
                 graphed(*arguments())
 
@@ -371,8 +354,7 @@ def test_what_a_step_raises_while_it_is_recorded_is_told() -> None:
                 raise ZeroDivisionError("of the program")
             return inner(*tensors)  # type: ignore[no-any-return]
 
-        graphed = fsdp2.make_graphed_step(step, model, optimizer, warm_up=1)
-        graphed(*arguments())
+        graphed = graphed_of(model, optimizer, step)
         before = full_parameters(model)
         fails.append(True)
         with pytest.raises(FSDPRuntimeError, match=r"was stepped\. ZeroDivisionError: of the program") as raised:

@@ -1,4 +1,4 @@
-"""A sharded model that is called inside of the backward of another: in a hook, a function's backward, a recompute."""
+"""A sharded model that is called inside of the backward of another: in a hook, a recompute."""
 
 from __future__ import annotations
 
@@ -24,31 +24,13 @@ def in_a_hook(other: nn.Module, judge: Judge, x: Tensor) -> Tensor:
     return hidden.sum()
 
 
-class Scaled(torch.autograd.Function):
-    """Scales the gradient by what ``judge`` says in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, judge: Judge) -> Tensor:
-        ctx.judge = judge
-        ctx.save_for_backward(x)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient * ctx.judge(ctx.saved_tensors[0]).mean(), None
-
-
-def in_a_function(other: nn.Module, judge: Judge, x: Tensor) -> Tensor:
-    hidden: Tensor = Scaled.apply(other(x), judge)
-    return hidden.sum()
-
-
 def in_a_checkpoint(other: nn.Module, judge: Judge, x: Tensor) -> Tensor:
     return checkpoint(lambda each: (each * judge(x).mean()).sum(), other(x), use_reentrant=False)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("reshard", [None, True, False])
-@pytest.mark.parametrize("way", [in_a_hook, in_a_function, in_a_checkpoint], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("way", [in_a_hook, in_a_checkpoint], ids=lambda each: each.__name__)
 @multi_rank(2)
 def test_without_gradients_it_is_a_forward_like_any_other(way: Any, reshard: bool | None) -> None:
     torch.manual_seed(0)

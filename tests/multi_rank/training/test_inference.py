@@ -26,6 +26,7 @@ def gathers(mode: CommDebugMode) -> int:
     return sum(n for op, n in mode.get_comm_counts().items() if "gather" in str(op))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", [UNEVEN_MLP, TRANSFORMER], ids=lambda each: each.name)
 @pytest.mark.parametrize("reshards", [None, True, False, "fewer"])
 @multi_rank(4)
@@ -78,6 +79,7 @@ def test_nothing_is_left_after_an_exception() -> None:
     assert all(isinstance(each, DTensor) for each in model.parameters())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("reshards", [True, False])
 @multi_rank(2)
 def test_between_a_forward_and_its_backward(reshards: bool) -> None:

@@ -2,62 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import fully_shard
 from fsdp2.core.streams import CommHandle
 from tests.harness import multi_rank
 from tests.harness.compare import tolerance_for
 from tests.harness.jitter import late_messages
-from tests.harness.models import TRANSFORMER, UNEVEN_MLP, ModelCase
+from tests.harness.models import TRANSFORMER
 from tests.harness.pooling import needs_pool
 from tests.harness.reference import Reference, adamw
-from tests.harness.shared.training import shard, trainable
+from tests.harness.shared.training import trainable
+from tests.harness.shared.ways import hybrid
 from tests.harness.training import assert_trains_like
 
 SEEDS = 2
 
 
-@multi_rank(2, full=[4])
-@pytest.mark.parametrize("way", ["plain", pytest.param("pooled", marks=needs_pool), "several in flight"])
-@pytest.mark.parametrize("case", [TRANSFORMER, UNEVEN_MLP], ids=str)
-def test_training_equals_the_reference(case: ModelCase, way: str, world_size: int) -> None:
-    for seed in range(SEEDS):
-        with late_messages(seed):
-            model = shard(case, case.build())
-            if way == "pooled":
-                model.set_communication_memory_pool(True)
-            if way == "several in flight":
-                model.set_reduce_scatter_max_input_buffers(3)
-            assert_trains_like(
-                Reference(case, world_size=world_size),
-                model,
-                adamw(trainable(model)),
-                steps=3,
-                tolerance=tolerance_for(world_size),
-            )
+WAYS: dict[str, Callable[[], dict[str, Any]]] = {
+    "plain": dict,
+    "pooled": dict,
+    "several in flight": dict,
+    "replicas": hybrid,
+    "neighbours": lambda: {"reshard_after_forward": 2},
+}
 
 
-@multi_rank(full=[4])
-@pytest.mark.parametrize("reshard_after_forward", [None, 2])
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_on_replicas_and_neighbours(replicas: int, reshard_after_forward: int | None, world_size: int) -> None:
-    mesh = init_device_mesh("cpu", (replicas, world_size // replicas), mesh_dim_names=("replicate", "shard"))
-    if replicas == 1:
-        mesh = mesh["shard"]
-    elif reshard_after_forward:
-        pytest.skip("two ranks have no smaller neighbourhood")
+@pytest.mark.full
+@multi_rank(2, 4)
+@pytest.mark.parametrize("way", [pytest.param(each, marks=needs_pool if each == "pooled" else ()) for each in WAYS])
+def test_training_equals_the_reference(way: str, world_size: int) -> None:
     for seed in range(SEEDS):
         with late_messages(seed):
             model = TRANSFORMER.build()
             for unit in TRANSFORMER.units(model):
-                fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward)
+                fully_shard(unit, **WAYS[way]())
+            if way == "pooled":
+                model.set_communication_memory_pool(True)
+            if way == "several in flight":
+                model.set_reduce_scatter_max_input_buffers(3)
             reference = Reference(TRANSFORMER, world_size=world_size)
             assert_trains_like(reference, model, adamw(trainable(model)), steps=3, tolerance=tolerance_for(world_size))
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import FSDPModule, FSDPRuntimeError, fully_shard, share_comm_ctx, unwrap
 from fsdp2.core.state import state_of, states_below_all
-from tests.harness import multi_rank
-from tests.harness.compare import assert_sharded_same, tolerance_for
+from tests.harness import multi_rank, others_full
 from tests.harness.reference import adamw
+from tests.harness.shared.ways import WAYS
+from tests.multi_rank.training.helpers import assert_same_gradients, differentiate
 
 
 class Outer(nn.Module):
@@ -67,11 +67,6 @@ def in_turn(models: nn.ModuleDict, x: Tensor) -> Iterator[Tensor]:
         yield loss(models[name](x))
 
 
-def alone_first(models: nn.ModuleDict, x: Tensor) -> Iterator[Tensor]:
-    for name in ("encoder", "a", "encoder", "b"):
-        yield loss(models[name](x))
-
-
 def together(models: nn.ModuleDict, x: Tensor) -> Iterator[Tensor]:
     """Both forwards before one backward."""
     yield loss(models["a"](x)) + loss(models["b"](x + 1)) + loss(models["encoder"](x - 1))
@@ -104,7 +99,7 @@ def parts(models: nn.ModuleDict, x: Tensor) -> Iterator[Tensor]:
     yield loss(models["a"](x))
 
 
-PROGRAMS = {each.__name__: each for each in (in_turn, alone_first, together, crossed, evaluated, parts)}
+PROGRAMS = {each.__name__: each for each in (in_turn, together, crossed, evaluated, parts)}
 
 
 def assert_trains(models: nn.ModuleDict, program: Losses, world_size: int, *, steps: int = 3) -> None:
@@ -117,40 +112,31 @@ def assert_trains(models: nn.ModuleDict, program: Losses, world_size: int, *, st
         for rank in range(world_size):
             for each in program(plain, batch(step, rank)):
                 (each / world_size).backward()
-        tolerance = tolerance_for(4)  # several backwards add up in another order
-        gradients = {name: p.grad for name, p in plain.named_parameters()}
-        found = {name: p.grad for name, p in models.named_parameters()}
-        assert_sharded_same(f"gradients in step {step}", found, gradients, tolerance=tolerance)
+        assert_same_gradients(models, plain, f"in step {step}")
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
 
 
-SETTINGS: dict[str, Callable[[int], dict[str, object]]] = {
-    "default": lambda world_size: {},
-    "kept": lambda world_size: {"reshard_after_forward": False},
-    "hsdp": lambda world_size: {
-        "mesh": init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
-    },
-}
-
-
 @multi_rank(2, full=[4])  # full: 10 s
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_every_backward_is_right(program: str, settings: str, world_size: int) -> None:
-    assert_trains(sharded(**SETTINGS[settings](world_size)), PROGRAMS[program], world_size)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("program", others_full(PROGRAMS, ["together", "crossed"]))
+def test_every_backward_is_right(program: str, way: str, world_size: int) -> None:
+    assert_trains(sharded(**WAYS[way]()), PROGRAMS[program], world_size)
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_one_program_after_the_other(world_size: int) -> None:
-    """Roots form in one order and are used in another."""
+    """Roots form in one order and are used in another; the roots of copies share among themselves."""
     models = sharded()
-    for program in (alone_first, crossed, in_turn, parts, together):
+    for program in (parts, crossed, in_turn, together):
         with torch.no_grad():
             for mine, theirs in zip(models.parameters(), sharded().parameters(), strict=True):
                 mine.copy_(theirs)
-        assert_trains(models, program, world_size)
+        copied = copy.deepcopy(models)
+        for each in (copied, models):
+            assert_trains(each, program, world_size)
 
 
 @multi_rank(2)
@@ -169,26 +155,15 @@ def test_each_root_keeps_its_orders() -> None:
 
 
 @multi_rank(2)
-def test_accumulation_without_communication_over_roots(world_size: int) -> None:
+def test_accumulation_without_communication_over_roots() -> None:
     """What is left unsharded by the backward of one root is reduced by that of the other."""
     models, plain = sharded(), build()
-    for module in models.modules():
-        if isinstance(module, FSDPModule):
-            module.set_requires_gradient_sync(False, recurse=False)
-    x = batch(0, dist.get_rank())
-    loss(models["a"](x)).backward()
-    for module in models.modules():
-        if isinstance(module, FSDPModule):
-            module.set_requires_gradient_sync(True, recurse=False)
-    loss(models["b"](x)).backward()
-    loss(models["a"](x)).backward()
-    for rank in range(world_size):
-        x = batch(0, rank)
-        for name in ("a", "b", "a"):
-            (loss(plain[name](x)) / world_size).backward()
-    expected = {name: p.grad for name, p in plain.named_parameters()}
-    found = {name: p.grad for name, p in models.named_parameters()}
-    assert_sharded_same("gradients", found, expected, tolerance=tolerance_for(4))
+    for name, reduces in (("a", False), ("b", True), ("a", True)):
+        for module in models.modules():
+            if isinstance(module, FSDPModule):
+                module.set_requires_gradient_sync(reduces, recurse=False)
+        differentiate(models, plain, lambda each, rank, name=name: loss(each[name](batch(0, rank))))
+    assert_same_gradients(models, plain)
 
 
 @contextmanager
@@ -205,6 +180,7 @@ def raising(module: nn.Module, *, in_backward: bool) -> Iterator[None]:
     handle.remove()
 
 
+@pytest.mark.full
 @multi_rank(2)
 @pytest.mark.parametrize("in_backward", [True, False])
 def test_a_failure_of_one_root_does_not_stop_the_other(in_backward: bool, world_size: int) -> None:
@@ -286,6 +262,7 @@ def test_contexts_that_were_two_become_one(world_size: int) -> None:
     assert len({group.comm for group in groups}) == 1
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_what_is_shared_can_be_unwrapped(world_size: int) -> None:
     """Both roots notice."""
@@ -301,11 +278,4 @@ def test_what_is_shared_can_be_unwrapped(world_size: int) -> None:
     fully_shard(models["encoder"])
     for name in ("a", "b", "encoder"):
         models[name].zero_grad()
-    assert_trains(models, in_turn, world_size)
-
-
-@multi_rank(2)
-def test_copies_share_among_themselves(world_size: int) -> None:
-    models = sharded()
-    assert_trains(copy.deepcopy(models), in_turn, world_size)
     assert_trains(models, in_turn, world_size)

@@ -15,66 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import CPUOffloadPolicy, FSDPModule, FSDPNotImplementedError, FSDPTypeError, OffloadPolicy, fully_shard
+from fsdp2 import CPUOffloadPolicy, FSDPNotImplementedError, FSDPTypeError, OffloadPolicy, fully_shard
 from tests.harness import multi_rank
-from tests.harness.compare import SUM_ORDER, assert_sharded_same, gradients_of
+from tests.multi_rank.training.helpers import assert_same_gradients, differentiate
 
 
 def batch(step: int, rank: int) -> Tensor:
     return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
-
-
-def compare(model: nn.Module, plain: nn.Module, world_size: int) -> None:
-    """Two steps of a model that returns its loss, beside the average over ranks of the plain one."""
-    for step in range(2):
-        model(batch(step, dist.get_rank())).backward()
-        total = {name: torch.zeros_like(parameter) for name, parameter in plain.named_parameters()}
-        for rank in range(world_size):
-            plain.zero_grad()
-            plain(batch(step, rank)).backward()
-            for name, parameter in plain.named_parameters():
-                assert parameter.grad is not None
-                total[name] += parameter.grad
-        for name, parameter in model.named_parameters():
-            assert torch.equal(parameter.grad.full_tensor(), total[name] / world_size), name  # type: ignore[union-attr]
-        model.zero_grad()
-
-
-class Router(nn.Module):
-    """Returns indices, and keeps its loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.logits = nn.Linear(6, 3)
-        self.loss: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits = self.logits(x)
-        self.loss = logits.logsumexp(-1).square().mean()
-        return logits.argmax(-1)
-
-
-class Routed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = Router()
-        self.experts = nn.ModuleList(nn.Linear(6, 2) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        chosen = self.router(x)
-        outputs = torch.stack([expert(x) for expert in self.experts])
-        assert self.router.loss is not None
-        return outputs[chosen, torch.arange(len(x))].square().mean() + self.router.loss
-
-
-@multi_rank(2)
-def test_a_loss_that_a_module_keeps(world_size: int) -> None:
-    torch.manual_seed(0)
-    model, plain = Routed(), Routed()
-    plain.load_state_dict(model.state_dict())
-    fully_shard(model.router, reshard_after_forward=False)
-    fully_shard(model)
-    compare(model, plain, world_size)
 
 
 class Wrapped(nn.Module):
@@ -88,26 +35,6 @@ class Wrapped(nn.Module):
     def forward(self, x: Tensor) -> object:
         y = self.linear(x)
         return SimpleNamespace(y=y) if self.wrap else lambda: y
-
-
-class TakesLoss(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Wrapped(wrap=True)
-        self.last = nn.Linear(2, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.inner(x).y).square().mean()
-
-
-@multi_rank(2)
-def test_an_object_that_holds_tensors(world_size: int) -> None:
-    torch.manual_seed(0)
-    model, plain = TakesLoss(), TakesLoss()
-    plain.load_state_dict(model.state_dict())
-    fully_shard(model.inner)
-    fully_shard(model)
-    compare(model, plain, world_size)
 
 
 class Slotted:
@@ -170,52 +97,25 @@ def test_outputs_that_hide_their_tensors(
     for unit in (model.first, model.hiding, model.last, model):
         fully_shard(unit, reshard_after_forward=True)
 
-    def run(each: nn.Module, step: int, rank: int) -> None:
+    def run(each: nn.Module, step: int, rank: int, part: float = 1.0) -> None:
         if forwards == "retained":
-            loss = each(batch(step, rank), skips_first=skips_first)
+            loss = each(batch(step, rank), skips_first=skips_first) * part
             if not skips_first:
                 loss.backward(retain_graph=True)
             loss.backward()
             return
-        losses = [each(batch(step + number, rank), skips_first=skips_first) for number in range(forwards)]
-        if skips_first:
-            sum(losses).backward()  # type: ignore[union-attr]
-        else:
-            for loss in losses:
-                loss.backward()
+        losses = [each(batch(step + number, rank), skips_first=skips_first) * part for number in range(forwards)]
+        for loss in [sum(losses)] if skips_first else losses:
+            loss.backward()  # type: ignore[union-attr]
 
     for step in range(2):
         run(model, step, dist.get_rank())
-        expected: dict[str, Tensor] = {}
         for rank in range(world_size):
-            plain.zero_grad()
-            run(plain, step, rank)
-            for name, parameter in plain.named_parameters():
-                if parameter.grad is not None:
-                    expected[name] = expected.get(name, 0) + parameter.grad / world_size
+            run(plain, step, rank, 1 / world_size)
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters()), "sharded again"
-        gradients = {name: gradient for name, gradient in gradients_of(model).items() if gradient is not None}
-        assert_sharded_same("gradients", gradients, expected, tolerance=SUM_ORDER)
-        model.zero_grad()
-
-
-@multi_rank(2)
-@pytest.mark.parametrize("how", HIDDEN)
-def test_a_root_whose_output_hides_its_tensors(how: str, world_size: int) -> None:
-    torch.manual_seed(0)
-    model, plain = Hiding(how), Hiding(how)
-    plain.load_state_dict(model.state_dict())
-    fully_shard(model)
-    for step in range(2):
-        model(batch(step, dist.get_rank()))
-        model.kept[0].sum().backward()
-        plain.zero_grad()
-        for rank in range(world_size):
-            plain(batch(step, rank))
-            (plain.kept[0].sum() / world_size).backward()
-        expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
-        assert_sharded_same("gradients", gradients_of(model), expected, tolerance=SUM_ORDER)
-        model.zero_grad()
+        assert_same_gradients(model, plain, f"in step {step}")
+        for each in (model, plain):
+            each.zero_grad()
 
 
 @multi_rank(2)
@@ -278,46 +178,9 @@ def test_an_output_that_is_a_view_of_a_parameter(world_size: int) -> None:
     fully_shard(model)
     with torch.no_grad():
         assert torch.equal(model(batch(0, 0)), plain(batch(0, 0)))
-    compare(model, plain, world_size)
-
-
-class Penalized(nn.Module):
-    """Differentiates twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(x)
-
-
-@multi_rank(2)
-def test_double_backward_with_parameters_kept(world_size: int) -> None:
-    torch.manual_seed(0)
-    model, plain = Penalized(), Penalized()
-    plain.load_state_dict(model.state_dict())
-    fully_shard(model)
-    assert isinstance(model, FSDPModule)
-    model.set_reshard_after_backward(False)
-
-    def run(model: nn.Module, rank: int) -> None:
-        x = batch(0, rank).requires_grad_()
-        output = model(x).sum()
-        (gradient,) = torch.autograd.grad(output, x, create_graph=True)
-        (output + gradient.square().sum()).backward()
-
-    run(model, dist.get_rank())
-    model.reshard()
-    total = [torch.zeros_like(parameter) for parameter in plain.parameters()]
-    for rank in range(world_size):
-        plain.zero_grad()
-        run(plain, rank)
-        for sum_, parameter in zip(total, plain.parameters(), strict=True):
-            sum_ += torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    for parameter, sum_ in zip(model.parameters(), total, strict=True):
-        # Two backwards of one graph add up in another order.
-        torch.testing.assert_close(parameter.grad.full_tensor(), sum_ / world_size)  # type: ignore[union-attr]
+    for step in range(2):
+        differentiate(model, plain, lambda each, rank, step=step: each(batch(step, rank)))
+        assert_same_gradients(model, plain, f"in step {step}")
 
 
 @multi_rank(2)
@@ -349,14 +212,10 @@ def test_gradients_that_autograd_gives_to_sharded_parameters(offload: bool, when
         return (each(x) if output is None else output).square().mean() + 0.3 * penalty
 
     for _ in range(2):
-        loss_of(model, dist.get_rank()).backward()
-        plain.zero_grad()
-        for rank in range(world_size):
-            (loss_of(plain, rank) / world_size).backward()
-        expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
-        found = {name: parameter.grad for name, parameter in model.named_parameters()}
-        assert_sharded_same("gradients", found, expected, tolerance=SUM_ORDER)
-        model.zero_grad()
+        differentiate(model, plain, loss_of)
+        assert_same_gradients(model, plain)
+        for each in (model, plain):
+            each.zero_grad()
 
 
 @multi_rank(2)
@@ -364,11 +223,7 @@ def test_gradients_that_autograd_gives_to_sharded_parameters(offload: bool, when
 @pytest.mark.parametrize("keeps_graph", [True, False])
 def test_a_graph_that_nobody_goes_through(keeps_graph: bool, wants_slopes: bool, world_size: int) -> None:
     """It may hold what a later backward would need. After another one the modules hold the sharded parameters."""
-    torch.manual_seed(0)
-    plain, model = Keeping(), Keeping()
-    model.load_state_dict(plain.state_dict())
-    fully_shard(model.inner)
-    fully_shard(model)
+    model, plain = keeping()
     kept = []
     for step in range(3):
         x = torch.randn(world_size, 3, 4, requires_grad=wants_slopes)
@@ -377,16 +232,12 @@ def test_a_graph_that_nobody_goes_through(keeps_graph: bool, wants_slopes: bool,
             kept.append(model.kept)  # as a traceback does
             continue
         model.kept.square().mean().backward(retain_graph=keeps_graph)
-        for rank in range(world_size):
-            plain(x[rank])
-            (plain.kept.square().mean() / world_size).backward()
         if keeps_graph:
             model.kept.mean().backward()
-            for rank in range(world_size):
-                plain(x[rank])
-                (plain.kept.mean() / world_size).backward()
-        expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
-        assert_sharded_same(f"gradients in step {step}", gradients_of(model), expected, tolerance=SUM_ORDER)
+        for rank in range(world_size):
+            plain(x[rank])
+            (plain.kept.square().mean() / world_size + (plain.kept.mean() / world_size) * keeps_graph).backward()
+        assert_same_gradients(model, plain, f"in step {step}")
         for each in (model, plain):
             each.zero_grad()
 
@@ -402,6 +253,7 @@ class Detaching(nn.Module):
         return self.head(x + self.code(x).detach())
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_a_module_that_takes_no_part_shows_its_sharded_parameters_after_a_backward(world_size: int) -> None:
     """Clipping and averages go over all parameters there."""
@@ -422,11 +274,7 @@ def test_a_module_that_takes_no_part_shows_its_sharded_parameters_after_a_backwa
 
 @multi_rank(2)
 def test_two_forwards_then_a_backward_for_each_of_what_nobody_sees(world_size: int) -> None:
-    torch.manual_seed(0)
-    plain, model = Keeping(), Keeping()
-    model.load_state_dict(plain.state_dict())
-    fully_shard(model.inner)
-    fully_shard(model)
+    model, plain = keeping()
     x = torch.randn(2, world_size, 3, 4)
     kept = []
     for batch in x:
@@ -437,14 +285,14 @@ def test_two_forwards_then_a_backward_for_each_of_what_nobody_sees(world_size: i
         for rows in batch:
             plain(rows)
             (plain.kept.square().mean() / world_size).backward()
-    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
-    assert_sharded_same("gradients", gradients_of(model), expected, tolerance=SUM_ORDER)
+    assert_same_gradients(model, plain)
 
 
 class Keeping(nn.Module):
     """What it computes is left in an attribute."""
 
     kept: Tensor
+    fails = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -452,17 +300,19 @@ class Keeping(nn.Module):
 
     def forward(self, x: Tensor) -> None:
         self.kept = self.inner(torch.tanh(self.first(x)))
-
-
-class KeepingAndFailing(Keeping):
-    fails = False
-
-    def forward(self, x: Tensor) -> None:
-        super().forward(x)
         if self.fails:
             raise ZeroDivisionError
 
 
+def keeping(**options: Any) -> tuple[Any, Keeping]:
+    torch.manual_seed(0)
+    plain = Keeping()
+    model = copy.deepcopy(plain)
+    fully_shard(model.inner, **options)
+    return fully_shard(model, **options), plain
+
+
+@pytest.mark.full
 @multi_rank(2, 4)
 @pytest.mark.parametrize("evaluates", [False, True])
 @pytest.mark.parametrize("reshard_after_forward", [None, True, False, 2])
@@ -470,11 +320,7 @@ def test_one_rank_raises_late_in_a_forward_that_hides_its_output(
     reshard_after_forward: Any, evaluates: bool, world_size: int
 ) -> None:
     """All ranks drop the batch. The others hold unsharded parameters for a backward; all gather the same next."""
-    torch.manual_seed(0)
-    model, plain = KeepingAndFailing(), Keeping()
-    plain.load_state_dict(model.state_dict())
-    fully_shard(model.inner, reshard_after_forward=reshard_after_forward)
-    fully_shard(model, reshard_after_forward=reshard_after_forward)
+    model, plain = keeping(reshard_after_forward=reshard_after_forward)
     x = torch.randn(5, world_size, 3, 4)
     for step, dropped in enumerate((False, True, True, False, False)):
         model.fails = dropped and dist.get_rank() == 0
@@ -492,8 +338,7 @@ def test_one_rank_raises_late_in_a_forward_that_hides_its_output(
         for rows in x[step]:
             plain(rows)
             (plain.kept.square().mean() / world_size).backward()
-        expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
-        assert_sharded_same("gradients", gradients_of(model), expected, tolerance=SUM_ORDER)
+        assert_same_gradients(model, plain)
 
 
 class Head(nn.Module):
@@ -562,8 +407,7 @@ def test_a_parameter_that_is_returned_several_times_stays_until_it_was_read(worl
         x = torch.linspace(-1, 1, 8).view(2, 4)
         for each in (model, plain):
             each(x).backward()
-        expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
-        assert_sharded_same("gradients", gradients_of(model), expected, tolerance=SUM_ORDER)
+        assert_same_gradients(model, plain)
         for each in (model, plain):
             each.zero_grad()
 
@@ -579,6 +423,7 @@ class Prompted(nn.Module):
         return self.linear(x + self.prompt), self.prompt
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_a_leaf_that_was_returned_is_used_after_the_step() -> None:
     model = Prompted()
@@ -616,6 +461,7 @@ class WritesInPlace(nn.Module):
         return self.second(write(self.first(x)))  # type: ignore[no-any-return]
 
 
+@pytest.mark.full
 @multi_rank(2)
 @pytest.mark.parametrize("reshards", [True, False])
 def test_an_output_that_is_a_view_and_is_written_in_place(reshards: bool) -> None:
@@ -630,8 +476,7 @@ def test_an_output_that_is_a_view_and_is_written_in_place(reshards: bool) -> Non
             for each, x in zip((model, plain), inputs, strict=True):
                 torch.manual_seed(1)
                 WRITES[write](each(x)).sum().backward()
-            expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
-            assert_sharded_same(write, gradients_of(model), expected, tolerance=SUM_ORDER)
+            assert_same_gradients(model, plain, write)
             assert inputs[0].grad is None or torch.equal(inputs[0].grad, inputs[1].grad)  # type: ignore[arg-type]
             for each in (model, plain):
                 each.zero_grad()

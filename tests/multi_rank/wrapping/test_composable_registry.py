@@ -84,31 +84,19 @@ def test_wrappers_have_no_names_of_what_they_wrap(simulate: FakeWorlds) -> None:
 
 
 @multi_rank(2)
+@pytest.mark.parametrize("below", [True, False])
 @pytest.mark.parametrize("kind", list(REPLICATES))
-def test_replicated_submodules_are_left_alone(kind: str, world_size: int) -> None:
+def test_replicated_and_sharded_modules_leave_one_another_alone(kind: str, below: bool, world_size: int) -> None:
     model = MLP.build()
-    replicate(kind, model[0])
+    if below:
+        replicate(kind, model[0])
     fully_shard(model[2])
-    fully_shard(model)
+    if below:
+        fully_shard(model)
+    else:
+        replicate(kind, model)
     own = {name for name, parameter in model.named_parameters() if hasattr(parameter, "_fsdp_param")}
-    assert own == {"2.weight", "2.bias", "4.weight", "4.bias"}
-    _train(model, world_size)
-
-
-@multi_rank(2)
-@pytest.mark.parametrize("kind", list(REPLICATES))
-def test_replicating_a_parent_leaves_sharded_submodules_alone(kind: str, world_size: int) -> None:
-    model = MLP.build()
-    fully_shard(model[2])
-    replicate(kind, model)
-    assert {name for name, parameter in model.named_parameters() if hasattr(parameter, "_fsdp_param")} == {
-        "2.weight",
-        "2.bias",
-    }
-    _train(model, world_size)
-
-
-def _train(model: nn.Module, world_size: int) -> None:
+    assert own == {"2.weight", "2.bias", *(["4.weight", "4.bias"] if below else [])}
     reference = Reference(MLP, world_size=world_size)
     # DTensors of two meshes do not meet in one foreach call.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, foreach=False)

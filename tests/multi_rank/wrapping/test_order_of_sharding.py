@@ -16,33 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp2 import CPUOffloadPolicy, FSDPRuntimeError, fully_shard, set_watchdog
+from fsdp2 import FSDPRuntimeError, fully_shard, set_watchdog
 from tests.harness import multi_rank
 from tests.harness.compare import assert_sharded_same, gradients_of, tolerance_for
+from tests.harness.shared.ways import WAYS
 
 Shard = Callable[[nn.Module], Any]
-
-
-def default() -> dict[str, Any]:
-    return {}
-
-
-def keep() -> dict[str, Any]:
-    return {"reshard_after_forward": False}
-
-
-def replicated() -> dict[str, Any]:
-    shape = (2, dist.get_world_size() // 2)
-    return {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))}
-
-
-def offloaded() -> dict[str, Any]:
-    return {"offload_policy": CPUOffloadPolicy()}
-
-
-WAYS = [default, keep, replicated, offloaded]
 
 
 def is_last() -> bool:
@@ -101,9 +81,9 @@ def batches(count: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("make", MAKERS)
 @multi_rank(2, 4)
-def test_they_train_if_ranks_use_them_alike(world_size: int, make: Any, way: Callable[[], dict[str, Any]]) -> None:
+def test_they_train_if_ranks_use_them_alike(world_size: int, make: Any, way: str) -> None:
     gc.collect()
-    arguments, layer = way(), kind()
+    arguments, layer = WAYS[way](), kind()
     torch.manual_seed(0)
     models = [layer(5, 3) for _ in range(3)]
     references = copy.deepcopy(models)

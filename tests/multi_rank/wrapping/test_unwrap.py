@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,11 +13,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp2 import (
-    CPUOffloadPolicy,
     FSDPModule,
     FSDPRuntimeError,
     FSDPValueError,
-    MixedPrecisionPolicy,
     fully_shard,
     register_fsdp_forward_method,
     unwrap,
@@ -26,9 +23,10 @@ from fsdp2 import (
 from tests.harness import multi_rank
 from tests.harness.compare import SUM_ORDER, assert_same, assert_sharded_same, gather, gradients_of, parameters_of
 from tests.harness.compare import tolerance_for as tolerance
-from tests.harness.models import CONV, FROZEN, MODEL_CASES, TIED, TRANSFORMER, UNEVEN_MLP, ModelCase
+from tests.harness.models import CONV, FROZEN, TIED, TRANSFORMER, UNEVEN_MLP, ModelCase
 from tests.harness.reference import Reference, adamw
 from tests.harness.shared.training import shard, trainable
+from tests.harness.shared.ways import hybrid
 from tests.harness.training import assert_trains_like
 
 
@@ -42,7 +40,7 @@ def step_plain(case: ModelCase, model: nn.Module, step: int, world_size: int) ->
 
 
 @multi_rank(2, 4)
-@pytest.mark.parametrize("case", MODEL_CASES, ids=str)
+@pytest.mark.parametrize("case", [UNEVEN_MLP, CONV, TIED, FROZEN], ids=str)
 @pytest.mark.parametrize("steps", [0, 2])
 def test_an_unwrapped_module_is_the_plain_module_again(case: ModelCase, steps: int, world_size: int) -> None:
     plain, model = case.build(), case.build()
@@ -76,17 +74,18 @@ def test_an_unwrapped_module_is_the_plain_module_again(case: ModelCase, steps: i
 
 @multi_rank(2, 4)
 @pytest.mark.parametrize("at_once", [True, False])
-def test_the_optimizer_goes_on_and_back(at_once: bool, world_size: int) -> None:
-    """Sharded, then whole, then sharded in another way, all with one optimizer."""
-    case = UNEVEN_MLP
-    model = shard(case)
+@pytest.mark.parametrize("whole_steps", [2, 0])
+@pytest.mark.parametrize("again", ["alike", "otherwise"])
+def test_the_optimizer_goes_on_and_back(again: str, whole_steps: int, at_once: bool, world_size: int) -> None:
+    """Sharded, then whole, then sharded again, all with one optimizer."""
+    case, model = UNEVEN_MLP, shard(UNEVEN_MLP)
     optimizer = adamw(list(model.parameters()))
     reference = Reference(case, world_size=world_size)
     assert_trains_like(reference, model, optimizer, steps=2, tolerance=tolerance(world_size))
     unwrap(model, optimizers=[optimizer] if at_once else ())
     if at_once:
         assert set(optimizer.state) == set(model.parameters())
-    for step in (2, 3):
+    for step in range(2, 2 + whole_steps):
         record = reference.step()
         step_plain(case, model, step, world_size)
         assert_same("gradients", gradients_of(model), record.gradients, tolerance=SUM_ORDER)
@@ -94,23 +93,10 @@ def test_the_optimizer_goes_on_and_back(at_once: bool, world_size: int) -> None:
         optimizer.zero_grad()
         assert_same("parameters", parameters_of(model), record.parameters, tolerance=SUM_ORDER)
         assert set(optimizer.state) == set(model.parameters())
-    fully_shard(model)
-    assert_trains_like(reference, model, optimizer, steps=2, tolerance=tolerance(world_size))
-
-
-@multi_rank(2, 4)
-@pytest.mark.parametrize("again", ["alike", "otherwise"])
-def test_sharding_again_at_once_keeps_the_optimizer(again: str, world_size: int) -> None:
-    model = shard(UNEVEN_MLP)
-    optimizer = adamw(list(model.parameters()))
-    reference = Reference(UNEVEN_MLP, world_size=world_size)
-    assert_trains_like(reference, model, optimizer, steps=2, tolerance=tolerance(world_size))
-    unwrap(model)
     if again == "alike":
-        shard(UNEVEN_MLP, model)
+        shard(case, model)
     else:
-        mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
-        fully_shard(model, mesh=mesh)
+        fully_shard(model, **hybrid())
     assert_trains_like(reference, model, optimizer, steps=2, tolerance=tolerance(world_size))
 
 
@@ -147,26 +133,6 @@ def test_whatever_is_registered_at_the_moment(moment: str) -> None:
     unwrap(model)
     assert_same("parameters", parameters_of(model), parameters_of(case.build()))
     assert_same("loss", {"": case.loss(model, batch)}, {"": case.loss(case.build(), batch)})
-
-
-SETTINGS: dict[str, Callable[[], dict[str, object]]] = {
-    "hsdp": lambda: {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))},
-    "mixed": lambda: {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
-    "offload": lambda: {"offload_policy": CPUOffloadPolicy()},
-    "neighbours": lambda: {"reshard_after_forward": 2},
-}
-
-
-@multi_rank(4)
-@pytest.mark.parametrize("name", SETTINGS)
-def test_values_are_exact_whatever_the_settings(name: str) -> None:
-    model = CONV.build()
-    settings = SETTINGS[name]()
-    for unit in CONV.units(model):
-        fully_shard(unit, **settings)
-    CONV.loss(model, CONV.batch(0, 0, dist.get_rank())).backward()
-    unwrap(model)
-    assert_same("parameters", parameters_of(model), parameters_of(CONV.build()))
 
 
 @multi_rank(4)
