@@ -73,6 +73,7 @@ def lose_an_exception() -> None:
 
 
 @multi_rank(2, 4)
+@pytest.mark.full
 def test_body_runs_on_every_rank(world_size: int) -> None:
     assert dist.get_world_size() == world_size
     assert sum_of_ranks() == world_size * (world_size - 1) / 2
@@ -93,6 +94,7 @@ def test_raises_works_inside_a_body(message: str) -> None:
         raise ValueError(message)
 
 
+@pytest.mark.full
 def test_skip_and_failure_become_those_of_pytest(pools: WorkerPools, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(pytest.skip.Exception, match="skipped by every rank"):
         run_for_pytest(pools[2], skip, {}, timeout=60)
@@ -101,6 +103,7 @@ def test_skip_and_failure_become_those_of_pytest(pools: WorkerPools, capsys: pyt
     assert capsys.readouterr().out == "".join(f"----- output of rank {r} -----\nabout to warn\n" for r in (0, 1))
 
 
+@pytest.mark.full
 def test_results_come_back_by_rank(pools: WorkerPools) -> None:
     assert pools[2].run(dist.get_rank) == [0, 1]
 
@@ -111,6 +114,7 @@ def test_workers_are_reused(pools: WorkerPools) -> None:
     assert os.getpid() not in first
 
 
+@pytest.mark.full
 def test_failure_names_the_rank_and_the_next_test_passes(pools: WorkerPools) -> None:
     pool = pools[2]
     pool.run(sum_of_ranks)
@@ -126,6 +130,7 @@ def test_failure_names_the_rank_and_the_next_test_passes(pools: WorkerPools) -> 
     assert pool.run(sum_of_ranks) == [1.0, 1.0]
 
 
+@pytest.mark.full
 def test_hang_is_killed_with_all_stacks(pools: WorkerPools) -> None:
     pool = pools[2]
     pool.run(sum_of_ranks)  # the time below is then not spent on imports
@@ -144,6 +149,7 @@ def test_hang_is_killed_with_all_stacks(pools: WorkerPools) -> None:
     assert pool.run(sum_of_ranks) == [1.0, 1.0]
 
 
+@pytest.mark.full
 def test_death_is_reported(pools: WorkerPools) -> None:
     with pytest.raises(RanksFailed, match=r"rank 0 died.*: exit code 3"):
         pools[2].run(exit_on_rank_0, grace=0.3)
@@ -152,11 +158,13 @@ def test_death_is_reported(pools: WorkerPools) -> None:
         pools[2].run(exit_on_rank_0, grace=0.3)
 
 
+@pytest.mark.full
 def test_warnings_are_errors_on_the_ranks(pools: WorkerPools) -> None:
     with pytest.raises(RanksFailed, match="UserWarning: a test warning"):
         pools[2].run(warn)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:a test warning")
 def test_warning_filters_reach_the_ranks(pools: WorkerPools) -> None:
     pools[2].run(warn)
@@ -167,6 +175,7 @@ def test_lost_exceptions_are_errors(pools: WorkerPools) -> None:
         pools[2].run(lose_an_exception)
 
 
+@pytest.mark.full
 def test_global_state_is_put_back(pools: WorkerPools) -> None:
     before = pools[2].run(global_state)
     pids = pools[2].pids
@@ -192,6 +201,7 @@ def test_arguments_must_be_picklable(pools: WorkerPools) -> None:
         pools[2].run(sum_of_ranks, lambda: None)
 
 
+@pytest.mark.full
 def test_fake_worlds_follow_each_other() -> None:
     for world_size, rank in [(8, 3), (2, 1)]:
         with fake_world(world_size, rank):
