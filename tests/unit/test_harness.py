@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import inspect
 import os
 import re
 import time
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tests.harness import RanksFailed, covering, device, fake_world, multi_rank
 from tests.harness.multi_rank import run_for_pytest
 from tests.harness.pool import WorkerPools
+from tests.unit.helpers import for_each
 
 
 def sum_of_ranks() -> float:
@@ -247,3 +249,22 @@ def test_the_short_suite_shows_every_value() -> None:
     chosen = [combinations[index] for index in covering.covering(combinations)]
     assert len(chosen) == 5
     assert set().union(*(each.items() for each in chosen)) == set().union(*(each.items() for each in combinations))
+
+
+def test_one_test_of_many_cases_names_those_that_are_wrong(tmp_path: Path) -> None:
+    seen = []
+
+    @for_each("b", [10, 20])
+    @for_each("a", [1, 2])
+    def body(a: int, b: int, tmp_path: Path) -> None:
+        seen.append((a, b, tmp_path.exists()))
+        if b == 20:
+            with pytest.raises(ValueError):
+                assert a != 2
+
+    assert list(inspect.signature(body).parameters) == ["tmp_path"]
+    with pytest.raises(
+        AssertionError, match=r"^b=20: AssertionError: a=1: Failed: DID NOT RAISE.*\na=2: Assert"
+    ) as found:
+        body(tmp_path=tmp_path)
+    assert "b=10" not in str(found.value) and len(seen) == 4
