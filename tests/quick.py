@@ -13,7 +13,6 @@ from tests.__main__ import side_by_side
 BESIDE = (
     "tests/fake_pg/test_batching.py",
     "tests/fake_pg/test_gathers_of_checkpointed_blocks.py",
-    "tests/fake_pg/test_host_calls.py",
     "tests/fake_pg/test_stream_races.py",
     "tests/parity/test_communication_control.py",
     "tests/unit/core/test_gather.py",

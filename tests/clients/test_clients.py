@@ -91,11 +91,8 @@ PIPELINES = [
     client("pipelining", schedule, ranks=4)
     for schedule in (
         "GPipe",
-        "1F1B",
         "1F1B --reshard-after-forward",
         "Interleaved1F1B",
-        "Interleaved1F1B --reshard-after-forward",
-        "LoopedBFS",
         # Not with --reshard-after-forward: zero-bubble schedules then lose gradients, silently, with torch's FSDP2 too.
         # They look for weights among `parameters()` before the backward that gathers them (`stage_backward_input`).
         "InterleavedZeroBubble",
@@ -225,7 +222,6 @@ TORCHTITAN = [
         (2, "--chunked-loss"),
         (2, "--checkpoint-activations"),
         (2, "--compile"),
-        (2, "--backend full_dtensor"),
         (4, "--replicate 2 --chunked-loss"),
         (4, "--tensor 2"),
         (4, "--experts 2"),

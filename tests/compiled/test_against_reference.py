@@ -5,23 +5,20 @@ from __future__ import annotations
 import itertools
 import os
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
-from fsdp2 import MixedPrecisionPolicy, fully_shard
+from fsdp2 import fully_shard
 from fsdp2.core.transport import NATIVE, VARIABLE
-from tests.compiled.helpers.models import CHECKPOINTS, multi_rank, shard_checkpointed, whole
+from tests.compiled.helpers.models import multi_rank, whole
 from tests.compiled.helpers.twins import Graphs, compiling
 from tests.harness import MODEL_CASES, ModelCase, Reference, tolerance_for
 from tests.harness.compare import SUM_ORDER
-from tests.harness.models import FROZEN, PARTLY_USED, TIED, TRANSFORMER, UNEVEN_MLP
-from tests.harness.parity.language import UNEVEN as LANGUAGE
+from tests.harness.models import TIED, UNEVEN_MLP
 from tests.harness.training import assert_trains_like
 
 QUICK = {UNEVEN_MLP}
@@ -33,18 +30,13 @@ def compiled_like(
     tolerance: Any,
     *,
     blocks: bool = False,
-    shard: Callable[[nn.Module], None] | None = None,
-    **arguments: Any,
 ) -> None:
-    """Train a compiled model of the reference's case, sharded by ``shard`` or as the case says."""
+    """Train a compiled model of the reference's case."""
     case = reference.case
     model = case.build()
     units = case.units(model)
-    if shard is not None:
-        shard(model)
-    else:
-        for unit in units:
-            fully_shard(unit, **arguments)
+    for unit in units:
+        fully_shard(unit)
     if blocks:
         for unit in units[:-1]:
             unit.compile(backend=graphs.backend(), fullgraph=True)
@@ -73,100 +65,14 @@ def test_whole_models(case: ModelCase, world_size: int) -> None:
         assert len(graphs.forward) == len(graphs.backward) == 1
 
 
-@multi_rank(4)
-@pytest.mark.full  # 10 s each
-@pytest.mark.parametrize("case", [UNEVEN_MLP, FROZEN, PARTLY_USED, TIED], ids=str)
-def test_whole_models_on_four_ranks(case: ModelCase) -> None:
-    with compiling() as graphs:
-        compiled_like(Reference(case, world_size=4), graphs, SUM_ORDER)
-
-
-@multi_rank(2)
-@pytest.mark.full  # 15 s each
-@pytest.mark.parametrize("case", [TRANSFORMER, PARTLY_USED, TIED], ids=str)
-def test_blocks(case: ModelCase, world_size: int) -> None:
-    with compiling() as graphs:
-        compiled_like(Reference(case, world_size=world_size), graphs, tolerance_for(world_size), blocks=True)
-
-
-@multi_rank(4)
-@pytest.mark.full  # 15 s each
-@pytest.mark.parametrize("sizes", [(2, 2), (1, 4), (4, 1)])
-def test_over_replicas(sizes: tuple[int, int]) -> None:
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
-    with compiling() as graphs:
-        compiled_like(Reference(UNEVEN_MLP, world_size=4), graphs, SUM_ORDER, mesh=mesh)
-
-
 @multi_rank(2, 4)
 @pytest.mark.full  # 12 s each
 @pytest.mark.parametrize("blocks", [False, True], ids=["whole", "blocks"])
 @pytest.mark.parametrize("case", [UNEVEN_MLP, TIED], ids=str)
-def test_accumulated(case: ModelCase, blocks: bool, world_size: int) -> None:
+def test_accumulated_and_clipped(case: ModelCase, blocks: bool, world_size: int) -> None:
+    reference = Reference(case, world_size=world_size, microbatches=3, max_norm=0.1)
     with compiling() as graphs:
-        compiled_like(Reference(case, world_size=world_size, microbatches=3), graphs, SUM_ORDER, blocks=blocks)
-
-
-@multi_rank(2, 4)
-@pytest.mark.full  # 8 s each
-@pytest.mark.parametrize("case", [UNEVEN_MLP, FROZEN, PARTLY_USED], ids=str)
-def test_clipped(case: ModelCase, world_size: int) -> None:
-    with compiling() as graphs:
-        compiled_like(Reference(case, world_size=world_size, max_norm=0.1), graphs, SUM_ORDER)
-
-
-@multi_rank(4)
-@pytest.mark.full  # 10 s
-def test_clipped_over_replicas() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    with compiling() as graphs:
-        compiled_like(Reference(UNEVEN_MLP, world_size=4, max_norm=0.1), graphs, SUM_ORDER, mesh=mesh)
-
-
-HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-@multi_rank(2, 4)
-@pytest.mark.full  # 8 s each
-@pytest.mark.parametrize("blocks", [False, True], ids=["whole", "blocks"])
-@pytest.mark.parametrize("case", [UNEVEN_MLP, FROZEN], ids=str)
-def test_compiled_training_in_mixed_precision(case: ModelCase, blocks: bool, world_size: int) -> None:
-    reference = Reference(case, world_size=world_size, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    with compiling() as graphs:
-        compiled_like(reference, graphs, tolerance_for(world_size), blocks=blocks, mp_policy=HALF)
-
-
-@multi_rank(4)
-@pytest.mark.full  # 8 s
-def test_compiled_training_in_mixed_precision_over_replicas() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    reference = Reference(UNEVEN_MLP, world_size=4, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    with compiling() as graphs:
-        compiled_like(reference, graphs, SUM_ORDER, mesh=mesh, mp_policy=HALF)
-
-
-@multi_rank(2, 4)
-@pytest.mark.full  # 12 s each
-@pytest.mark.parametrize("where", CHECKPOINTS)
-def test_compiled_training_with_activation_checkpointing(where: str, world_size: int) -> None:
-    """Gradients of two microbatches, clipped."""
-    reference = Reference(LANGUAGE, world_size=world_size, microbatches=2, max_norm=0.1)
-    with compiling() as graphs:
-        compiled_like(reference, graphs, SUM_ORDER, shard=lambda model: shard_checkpointed(model, where))
-
-
-@multi_rank(4)
-@pytest.mark.full  # 12 s each
-@pytest.mark.parametrize("where", CHECKPOINTS)
-def test_compiled_training_with_activation_checkpointing_over_replicas(where: str) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    with compiling() as graphs:
-        compiled_like(
-            Reference(LANGUAGE, world_size=4),
-            graphs,
-            SUM_ORDER,
-            shard=lambda model: shard_checkpointed(model, where, mesh=mesh),
-        )
+        compiled_like(reference, graphs, SUM_ORDER, blocks=blocks)
 
 
 class Alternating:
@@ -195,11 +101,3 @@ def test_beside_eager_calls(way: str, world_size: int) -> None:
             fully_shard(unit)
         train_like(reference, Alternating(model, whole(model, graphs.backend())), tolerance_for(world_size))
         assert len(graphs.forward) == len(graphs.backward) == 1
-
-
-@multi_rank(2)
-@pytest.mark.full  # 12 s each
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "replicate"])
-def test_strategies(strategy: Any, world_size: int) -> None:
-    with compiling() as graphs:
-        compiled_like(Reference(UNEVEN_MLP, world_size=world_size), graphs, SUM_ORDER, strategy=strategy)

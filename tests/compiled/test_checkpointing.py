@@ -146,6 +146,7 @@ def assert_nothing_whole_is_saved(graphs: Graphs, parts: int = 1) -> None:
 
 # Quick: one row, the order that is common. Full: 6 s each.
 @multi_rank(2)
+@pytest.mark.full  # 6 s each
 @pytest.mark.parametrize(
     "make", [pytest.param(make, marks=[] if make is inside else [pytest.mark.full]) for make in MAKERS]
 )
@@ -192,15 +193,6 @@ def test_block_by_block(make: Any) -> None:
             compile=by_blocks,
         )
         assert {gathers for gathers, _ in graphs.collectives()} == {1}
-        assert_nothing_whole_is_saved(graphs)
-
-
-@multi_rank(2)
-@pytest.mark.full  # 6 s each
-@pytest.mark.parametrize("make", [plain, inside, outside, nested, selective_inside])
-def test_compiled_checkpointing_in_mixed_precision(make: Any) -> None:
-    with compiling() as graphs:
-        assert_trains_alike(graphs, lambda: seeded(make), lambda model: shard(model, mp_policy=HALF), step)
         assert_nothing_whole_is_saved(graphs)
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2 import FSDPRuntimeError, MixedPrecisionPolicy, fully_shard, inference
 from fsdp2.compiled import exchanges
@@ -75,29 +75,14 @@ def gathered(*names: str) -> list[str]:
 
 
 @multi_rank(2)
-def test_they_are_named_as_in_eager_mode() -> None:
-    """So a watchdog, and an exchange that fails, can say which module it is of."""
-    with compiling() as graphs:
-        model = build_small()
-        shard(model)
-        called = whole(model, graphs.backend())
-        loss_of(called(batch_of(0, dist.get_rank()))).backward()
-        with recorded() as found:
-            loss_of(called(batch_of(0, dist.get_rank()))).backward()
-    begun = [each for each in found if each != "wait"]
-    assert begun[:3] == gathered("Small", "blocks.0", "blocks.1")
-    reduced = {f"the reduction of '{name}'" for name in ("Small", "blocks.1", "blocks.0")}
-    assert {each for each in begun if "reduction" in each} == reduced
-
-
-@multi_rank(2)
+@pytest.mark.full
 def test_blocks_in_graphs_of_their_own_gather_ahead() -> None:
     """The next one is gathered before this one is waited for, once a step has shown which one that is."""
     with compiling() as graphs:
         model = build()
         shard(model)
         by_blocks(model, graphs.backend())
-        forwards, backwards = [], []
+        forwards, backwards, reduced = [], [], []
         for number in range(3):
             with recorded() as forward:
                 loss = loss_of(model(batch_of(number, dist.get_rank())))
@@ -105,11 +90,15 @@ def test_blocks_in_graphs_of_their_own_gather_ahead() -> None:
                 loss.backward()
             forwards.append([each for each in forward if "Model" not in each])
             backwards.append([each for each in backward if "gather" in each or each == "wait"])
+            reduced.append({each for each in backward if "reduction" in each})
     one, two, three = gathered("blocks.0", "blocks.1", "blocks.2")
     assert forwards[0] == [one, "wait", two, "wait", three, "wait"]
     assert forwards[1] == forwards[2] == [one, two, "wait", three, "wait", "wait"]
     assert backwards[0] == [three, "wait", two, "wait", one, "wait"]
     assert backwards[1] == backwards[2] == [three, two, "wait", one, "wait", "wait"]
+    # Named as in eager mode: so a watchdog, and an exchange that fails, can say which module it is of.
+    units = ("Model", "blocks.0", "blocks.1", "blocks.2")
+    assert reduced == [{f"the reduction of '{name}'" for name in units}] * 3
 
 
 @multi_rank(2)
@@ -240,6 +229,7 @@ def test_graphs_inside_of_inference_gather_once_until_weights_change(compile: An
 
 
 @multi_rank(2)
+@pytest.mark.full
 def test_parameters_that_are_written_in_a_forward_are_gathered_anew() -> None:
     """Between two blocks, when the second one was gathered ahead already."""
 
@@ -354,6 +344,7 @@ def build_failing() -> nn.Module:
 
 
 @multi_rank(2)
+@pytest.mark.full
 @WAYS
 def test_an_exception_between_beginning_and_end_leaves_nothing(compile: Any) -> None:
     """On all ranks at once: the next step is right, and what had been begun is held by nobody."""
@@ -388,6 +379,7 @@ def pending() -> list[Any]:
 
 
 @multi_rank(2)
+@pytest.mark.full
 def test_a_deleted_model_leaves_nothing() -> None:
     with compiling() as graphs:
         model = build_small()
@@ -500,6 +492,7 @@ def test_beside_a_memory_pool(compile: Any) -> None:
 
 
 @multi_rank(2)
+@pytest.mark.full
 def test_gradients_that_are_kept_never_change() -> None:
     """Delivery takes the memory of what a graph has reduced; it does not take what somebody holds."""
     with compiling() as graphs:
@@ -517,22 +510,6 @@ def test_gradients_that_are_kept_never_change() -> None:
             del gradients, held
         for gradient, before in kept:
             assert torch.equal(gradient.to_local(), before)
-
-
-@multi_rank(4)
-@pytest.mark.full  # 20 s
-@pytest.mark.parametrize("policy", [None, MixedPrecisionPolicy(param_dtype=torch.bfloat16)], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("axes", [(4,), (2, 2)], ids=["shard", "replicate shard"])
-@WAYS
-def test_graphs_agree_with_eager_bit_for_bit_on_four_ranks(
-    compile: Any, axes: tuple[int, ...], policy: MixedPrecisionPolicy | None
-) -> None:
-    mesh = init_device_mesh("cpu", axes, mesh_dim_names=("replicate", "shard")[-len(axes) :])
-    others = {} if policy is None else {"mp_policy": policy}
-    with compiling() as graphs:
-        assert_trains_alike(
-            graphs, build, lambda model: shard(model, mesh=mesh, **others), one_backward(batch), compile=compile
-        )
 
 
 def test_fully_shard_is_imported_for_its_operators() -> None:

@@ -15,12 +15,12 @@ from tests.compiled.helpers.twins import assert_trains_alike, compiling
 WAYS = pytest.mark.parametrize("compile", [whole, by_method, by_blocks])
 
 
-# Full: 5 s each.
 @multi_rank(2)
-@pytest.mark.full
+@pytest.mark.full  # 5 s each
 @WAYS
-def test_tensor_hooks_change_gradients(compile: Any) -> None:
-    """Called with the reduced gradient; what they return is what is accumulated."""
+@pytest.mark.parametrize("after", [False, True])
+def test_hooks_of_parameters_change_gradients(compile: Any, after: bool) -> None:
+    """Called with the reduced gradient; what they return is what is accumulated. Or after that, by the parameter."""
     calls: list[tuple[int, str]] = []
 
     def shard_hooked(model: nn.Module) -> None:
@@ -31,29 +31,12 @@ def test_tensor_hooks_change_gradients(compile: Any) -> None:
                 calls.append((which, name))
                 return gradient * 2
 
-            param.register_hook(hook)
-
-    with compiling() as graphs:
-        assert_trains_alike(graphs, build_small, shard_hooked, steps_of(2), compile=compile)
-    assert_alike(calls)
-
-
-@multi_rank(2)
-@pytest.mark.full  # 5 s each
-@WAYS
-def test_post_accumulate_hooks(compile: Any) -> None:
-    calls: list[tuple[int, str]] = []
-
-    def shard_hooked(model: nn.Module) -> None:
-        shard(model)
-        for name, param in model.named_parameters():
-
-            def hook(param: Tensor, name: str = name, which: int = id(model)) -> None:
+            def halve(param: Tensor, name: str = name, which: int = id(model)) -> None:
                 assert param.grad is not None
                 param.grad.mul_(0.5)
                 calls.append((which, name))
 
-            param.register_post_accumulate_grad_hook(hook)
+            param.register_post_accumulate_grad_hook(halve) if after else param.register_hook(hook)
 
     with compiling() as graphs:
         assert_trains_alike(graphs, build_small, shard_hooked, steps_of(2), compile=compile)

@@ -85,35 +85,6 @@ def test_hooks_outside_of_graphs_beside_tensor_parallelism(mp_policy: MixedPreci
 
 
 @multi_rank(4)
-@pytest.mark.full  # 20 s each
-@pytest.mark.parametrize("sizes", [(2, 1, 2), (1, 2, 2), (2, 2, 1)])
-def test_over_replicas_beside_tensor_parallelism(sizes: tuple[int, int, int]) -> None:
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard", "tp"))
-
-    def shard_parallel(model: nn.Module) -> None:
-        parallelized(model, mesh["tp"])
-        shard(model, mesh=mesh["replicate", "shard"])
-
-    with compiling() as graphs:
-        assert_trains_alike(graphs, lambda: build_parallel(12), shard_parallel, step_of(mesh))
-        assert len(graphs.forward) == len(graphs.backward) == 1
-
-
-@multi_rank(2)
-@pytest.mark.full  # 15 s each
-@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
-def test_beside_tensor_parallelism_on_an_axis_of_one(sizes: tuple[int, int]) -> None:
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
-
-    def shard_parallel(model: nn.Module) -> None:
-        parallelized(model, mesh["tp"])
-        shard(model, mesh=mesh["dp"])
-
-    with compiling() as graphs:
-        assert_trains_alike(graphs, lambda: build_parallel(10), shard_parallel, step_of(mesh))
-
-
-@multi_rank(4)
 @pytest.mark.full  # 8 s each
 @pytest.mark.parametrize("compile", [whole, by_blocks])
 @pytest.mark.parametrize("reshard", [True, False])

@@ -134,26 +134,10 @@ def train(
     step()
 
 
-# Full: 5 to 10 s each when nothing else runs.
 @multi_rank(2)
-@pytest.mark.parametrize(
-    ("make", "captured"),
-    [
-        (foreach, False),
-        (local, False),
-        *(
-            pytest.param(*each, marks=pytest.mark.full)
-            for each in [
-                (foreach, True),
-                (local, True),
-                (flat, True),
-                (single, False),
-                (sgd, False),
-                (flat, False),
-            ]
-        ),
-    ],
-)
+@pytest.mark.full  # 5 to 10 s each
+@pytest.mark.parametrize("make", [foreach, local, flat, single, sgd])
+@pytest.mark.parametrize("captured", [False, True])
 def test_steps_like_eager(make: Any, captured: bool) -> None:
     make_plain = PLAIN.get(make, make)
     with compiling() as graphs:
@@ -363,6 +347,7 @@ def test_generated_code(make: Any) -> None:
 
 
 @multi_rank(2)
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_any_compiled_function_takes_parameters_and_gradients(dtype: torch.dtype | None) -> None:
     """As optimizers of other projects compile their arithmetic for one parameter."""

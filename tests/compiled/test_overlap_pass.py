@@ -101,6 +101,7 @@ def test_the_next_gather_is_issued_before_the_wait_for_this_one(simulate: FakeWo
     assert all(after), "inductor is told to keep it"
 
 
+@pytest.mark.full
 def test_shards_are_read_where_they_lie(simulate: FakeWorlds) -> None:
     """CUDA graphs (``mode="reduce-overhead"``) have a second copy of inputs that may move, and fill it each time."""
     simulate(8)

@@ -257,6 +257,7 @@ def tokens(generator: torch.Generator) -> Tensor:
 
 
 @multi_rank(2, full=[4])
+@pytest.mark.full
 def test_tied_in_one_group() -> None:
     with compiling() as graphs:
 
@@ -283,39 +284,6 @@ def test_tied_across_groups() -> None:
         assert model.head.weight is model.embedding.weight
         gathers, scatters = zip(*graphs.collectives(), strict=True)
         assert gathers[0] == 2 and scatters[-1] == 2  # the shared group is gathered once for the whole
-
-
-class Twice(nn.Module):
-    """One block at several depths."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
-        self.head = nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(3):
-            x = self.block(x)
-        return self.head(x)
-
-
-def build_twice() -> nn.Module:
-    torch.manual_seed(0)
-    return Twice()
-
-
-@multi_rank(2, full=[4])
-@pytest.mark.full  # 6 s
-def test_a_block_used_several_times() -> None:
-    """Eager adds up its gradients and reduces once; graphs reduce those of each use: sums in another order."""
-    with compiling() as graphs:
-
-        def shard_twice(model: nn.Module) -> None:
-            fully_shard(model.block)
-            fully_shard(model)
-
-        assert_trains_alike(graphs, build_twice, shard_twice, one_backward(batch), tolerance=1e-6)
-        assert graphs.collectives()[0] == (2, 0)  # equal gathers of one graph are one
 
 
 def by_dtype(parameter: nn.Parameter) -> Any:
@@ -359,19 +327,6 @@ def shard_parts_of(model: nn.Module, policy: MixedPrecisionPolicy) -> None:
 
 
 @multi_rank(2)
-@pytest.mark.full  # 5 s
-def test_original_dtypes_that_differ_in_a_group() -> None:
-    def build_mixed() -> nn.Module:
-        model = build_norms()
-        for part in list(model)[:-1]:
-            part.weight.data = part.weight.data.bfloat16()
-        return model
-
-    with compiling() as graphs:
-        assert_trains_alike(graphs, build_mixed, shard_parts, one_backward(batch))
-
-
-@multi_rank(2)
 @pytest.mark.full  # 8 s
 @pytest.mark.parametrize("rows", [2, 3, 8, "merged"])
 def test_row_blocks(rows: int | str) -> None:
@@ -389,24 +344,16 @@ def test_row_blocks(rows: int | str) -> None:
 
 
 @multi_rank(2)
-@pytest.mark.full  # 12 s
+@pytest.mark.full  # 12 s each
+@pytest.mark.parametrize("way", ["", NATIVE])
 @pytest.mark.parametrize("compile", [whole, by_blocks])
-def test_large_parameters_travel_alone(compile: Any) -> None:
+def test_large_parameters_travel_alone(compile: Any, way: str) -> None:
     """Above 512 KiB of each rank a parameter is gathered and reduced from where it lies."""
-
-    os.environ[VARIABLE] = NATIVE  # where a graph shows each: an operator of ours stands for all of a group's
+    os.environ[VARIABLE] = way
+    alone = way == NATIVE  # where a graph shows each: an operator of ours stands for all of a group's
     with compiling() as graphs:
         assert_trains_alike(graphs, Large, shard, one_backward(batch), compile=compile)
-        assert graphs.collectives()[0] == (2 if compile is by_blocks else 3, 0)
-
-
-@multi_rank(2)
-@pytest.mark.full  # 12 s
-@pytest.mark.parametrize("compile", [whole, by_blocks])
-def test_large_parameters_beside_packed_ones(compile: Any) -> None:
-    with compiling() as graphs:
-        assert_trains_alike(graphs, Large, shard, one_backward(batch), compile=compile)
-        assert graphs.collectives()[0] == (1 if compile is by_blocks else 2, 0)
+        assert graphs.collectives()[0] == ((1 if compile is by_blocks else 2) + alone, 0)
 
 
 class Large(nn.Module):

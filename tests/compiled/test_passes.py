@@ -27,15 +27,6 @@ from tests.compiled.helpers.twins import assert_trains_alike, compiling
 WAYS = pytest.mark.parametrize("compile", [whole, by_blocks])
 
 
-# Full: 5 s each.
-@multi_rank(2)
-@pytest.mark.full
-@WAYS
-def test_gradients_of_several_backwards_add_up(compile: Any) -> None:
-    with compiling() as graphs:
-        assert_trains_alike(graphs, build, shard, steps_of(3), compile=compile)
-
-
 def forwards_then_backwards(model: nn.Module, number: int, rank: int) -> list[Tensor]:
     losses = [loss_of(model(batch_of(number, rank * 10 + micro))) for micro in range(3)]
     for loss in reversed(losses):
@@ -183,14 +174,6 @@ def test_divide_factors(factor: float, only_sums: bool) -> None:
 
     with compiling() as graphs:
         assert_trains_alike(graphs, build_small, shard_scaled, steps_of(1))
-
-
-@multi_rank(2)
-@pytest.mark.full  # 5 s each
-@WAYS
-def test_clipped(compile: Any) -> None:
-    with compiling() as graphs:
-        assert_trains_alike(graphs, build, shard, steps_of(1), compile=compile, clip=0.5)
 
 
 @multi_rank(2)

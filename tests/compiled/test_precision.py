@@ -199,6 +199,7 @@ class Notes(nn.Module):
 
 
 @multi_rank(2)
+@pytest.mark.full
 def test_containers_are_copied_where_something_is_cast() -> None:
     """Those in which nothing is stay the caller's own; copies are made as in eager mode."""
     torch.manual_seed(0)

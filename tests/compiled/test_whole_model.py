@@ -15,26 +15,29 @@ from fsdp2.core.transport import NATIVE, VARIABLE
 from tests.compiled.helpers.models import batch, build, by_blocks, by_method, multi_rank, shard, whole
 from tests.compiled.helpers.twins import assert_trains_alike, compiling, one_backward
 
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
-@multi_rank(2, full=[4])  # 10 s; meshes run on four
-@pytest.mark.parametrize("reshard", [None, True, False])
-def test_the_whole_model_is_one_graph(reshard: bool | None) -> None:
+
+@multi_rank(2, 4)
+@pytest.mark.full  # 5 s each
+@pytest.mark.parametrize(
+    ("compile", "options", "again"),
+    [
+        (whole, {}, 3),
+        (by_method, {}, 3),
+        (whole, {"reshard_after_forward": True}, 4),
+        (whole, {"reshard_after_forward": False}, 0),
+        (whole, {"mp_policy": HALF}, 3),
+    ],
+)
+def test_the_whole_model_is_one_graph(compile: Any, options: dict[str, Any], again: int) -> None:
     with compiling() as graphs:
-        assert_trains_alike(
-            graphs, build, lambda model: shard(model, reshard_after_forward=reshard), one_backward(batch)
-        )
-        again = {None: 3, True: 4, False: 0}[reshard]
+        assert_trains_alike(graphs, build, lambda model: shard(model, **options), one_backward(batch), compile=compile)
         assert graphs.collectives() == [(4, 0), (again, 4)]
 
 
 @multi_rank(2)
-def test_compiled_by_its_method() -> None:
-    with compiling() as graphs:
-        assert_trains_alike(graphs, build, shard, one_backward(batch), compile=by_method)
-        assert graphs.collectives() == [(4, 0), (3, 4)]
-
-
-@multi_rank(2)
+@pytest.mark.full
 @pytest.mark.parametrize("before", [True, False])
 def test_each_block_is_one_graph(before: bool) -> None:
     with compiling() as graphs:
@@ -56,25 +59,21 @@ def test_each_block_is_one_graph(before: bool) -> None:
         assert graphs.collectives() == [(1, 0), (1, 0), (1, 1), (1, 1)]
 
 
-@multi_rank(2)
-def test_a_whole_graph_in_mixed_precision() -> None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    with compiling() as graphs:
-        assert_trains_alike(graphs, build, lambda model: shard(model, mp_policy=policy), one_backward(batch))
-        assert graphs.collectives() == [(4, 0), (3, 4)]
-
-
-@pytest.mark.full  # 11 s; eager replicas, and graphs without, run each time
 @multi_rank(4)
-def test_over_replicas() -> None:
+@pytest.mark.full  # 11 s each; eager replicas, and graphs without, run each time
+@pytest.mark.parametrize("way", ["", NATIVE])
+def test_over_replicas(way: str) -> None:
+    os.environ[VARIABLE] = way
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     with compiling() as graphs:
         assert_trains_alike(graphs, build, lambda model: shard(model, mesh=mesh), one_backward(batch))
         assert graphs.collectives() == [(4, 0), (3, 4)]
-        assert "all_reduce" not in graphs.backward[0], "what ends a reduction sums over replicas too"
+        # What ends a reduction of ours sums over replicas too.
+        assert graphs.backward[0].get("all_reduce", 0) == (4 if way == NATIVE else 0)
 
 
 @multi_rank(2)
+@pytest.mark.full
 @pytest.mark.parametrize("compile", [whole, by_blocks])
 def test_by_torchs_own_collectives(compile: Any) -> None:
     """Where the eager runtime has them too: graphs have functional collectives, which compilers know."""
@@ -83,14 +82,3 @@ def test_by_torchs_own_collectives(compile: Any) -> None:
         assert_trains_alike(graphs, build, shard, one_backward(batch), compile=compile)
         assert "begin_gather" not in graphs.forward[0]
         assert graphs.forward[0]["all_gather_into_tensor"] == (4 if compile is whole else 1)
-
-
-@pytest.mark.full  # 11 s
-@multi_rank(4)
-def test_over_replicas_by_torchs_own_collectives() -> None:
-    os.environ[VARIABLE] = NATIVE
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    with compiling() as graphs:
-        assert_trains_alike(graphs, build, lambda model: shard(model, mesh=mesh), one_backward(batch))
-        assert graphs.collectives() == [(4, 0), (3, 4)]
-        assert graphs.backward[0]["all_reduce"] == 4

@@ -43,6 +43,7 @@ def test_figures_are_those_of_the_page_about_performance() -> None:
 
 
 @multi_rank(2)
+@pytest.mark.full
 def test_the_quick_start_trains(world_size: int) -> None:
     """In processes that are there already, and fewer steps than it has."""
     program = quick_start().replace("range(61)", "range(21)")

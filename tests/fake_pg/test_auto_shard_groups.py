@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from fsdp2 import FSDPTypeError, FSDPValueError, MixedPrecisionPolicy, auto_shard, choose_groups, fully_shard
 from fsdp2.core.state import FSDPState, state_of, states_below
-from tests.harness import fake_world
+from tests.harness import fake_world, others_full
 from tests.harness.shared.grouped_models import GPTBlock, Shaped
 
 
@@ -105,26 +105,27 @@ def drawn_sizes(seed: int) -> dict[str, int]:
     return {"max_bytes": draw.choice([2000, 10_000, 50_000, 2**30]), "min_bytes": draw.choice([0, 100, 2000])}
 
 
-@pytest.mark.parametrize("seed", range(200))
-def test_choices_in_random_trees(seed: int) -> None:
-    drawn, sizes = RandomTree(seed), drawn_sizes(seed)
-    model, max_bytes = drawn.model, sizes["max_bytes"]
-    choice = choose_groups(model, **sizes)
-    assert choice == choose_groups(copy.deepcopy(model), **sizes), "deterministic"
-    assert sum(group.nbytes for group in choice.groups) == nbytes(set(model.parameters())), "each parameter once"
-    assert len({group.name for group in choice.groups}) == len(choice.groups) and choice.groups[-1].name == ""
-    for group in choice.groups:
-        module = model.get_submodule(group.name)
-        assert is_called(module) and "out_proj" not in group.name
-        if group.nbytes > max_bytes:
-            assert group.reason.endswith("; above max_bytes, but cannot be split")
-            assert drawn.shares_bags or nbytes(unsplittable(module)) > max_bytes
+@pytest.mark.parametrize("seeds", others_full([range(start, start + 20) for start in range(0, 200, 20)], [range(20)]))
+def test_choices_in_random_trees(seeds: range) -> None:
+    for seed in seeds:
+        drawn, sizes = RandomTree(seed), drawn_sizes(seed)
+        model, max_bytes = drawn.model, sizes["max_bytes"]
+        choice = choose_groups(model, **sizes)
+        assert choice == choose_groups(copy.deepcopy(model), **sizes), f"seed {seed}: deterministic"
+        assert sum(group.nbytes for group in choice.groups) == nbytes(set(model.parameters())), f"seed {seed}: once"
+        assert len({group.name for group in choice.groups}) == len(choice.groups) and choice.groups[-1].name == ""
+        for group in choice.groups:
+            module = model.get_submodule(group.name)
+            assert is_called(module) and "out_proj" not in group.name, f"seed {seed}"
+            if group.nbytes > max_bytes:
+                assert group.reason.endswith("; above max_bytes, but cannot be split")
+                assert drawn.shares_bags or nbytes(unsplittable(module)) > max_bytes, f"seed {seed}"
 
 
-@pytest.mark.parametrize("first", range(0, 30, 10))
+@pytest.mark.parametrize("seeds", others_full([range(5), range(5, 30)], [range(5)]))
 @fake_world(4)
-def test_auto_shard_makes_the_groups_that_were_chosen(first: int) -> None:
-    for seed in range(first, first + 10):
+def test_auto_shard_makes_the_groups_that_were_chosen(seeds: range) -> None:
+    for seed in seeds:
         model, sizes = RandomTree(seed).model, drawn_sizes(seed)
         parameters = set(model.parameters())
         choice = choose_groups(model, **sizes)
@@ -184,6 +185,7 @@ def test_a_second_call_changes_nothing_and_compares_the_arguments_of_fully_shard
         auto_shard(model, blocks=nn.LSTM)
 
 
+@pytest.mark.full
 @fake_world(4)
 @pytest.mark.parametrize(
     ("name", "value", "text"),

@@ -50,6 +50,7 @@ def run(model: nn.Module, microbatches: int = MICROBATCHES) -> None:
         model(torch.zeros(2, WIDTH)).float().sum().backward()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("cache_shards", "casts"), [(False, 2 * MICROBATCHES), (True, 1)])
 def test_shards_are_cast_once_in_a_step(cache_shards: bool, casts: int) -> None:
     """Not in the forward and in the backward of every microbatch."""
@@ -78,6 +79,7 @@ def test_a_cache_keeps_as_many_bytes_as_a_rank_sends(offload: OffloadPolicy) -> 
         assert unsharded_bytes_now(model) == 0, "the tensors of a state dict may be written unseen"
 
 
+@pytest.mark.full
 def test_peaks_rise_by_what_is_kept() -> None:
     with fake_world(WORLD_SIZE):
         peaks = []

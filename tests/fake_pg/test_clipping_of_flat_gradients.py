@@ -33,6 +33,7 @@ def locals_of(model: nn.Module) -> list[torch.Tensor]:
     return [parameter.grad.to_local() for parameter in model.parameters()]  # type: ignore[union-attr]
 
 
+@pytest.mark.full
 def test_the_norm_is_that_of_each(simulate: FakeWorlds) -> None:
     for rank in (0, 3):  # the last has no rows of some
         simulate(4, rank)
@@ -53,6 +54,7 @@ def test_the_norm_is_that_of_each(simulate: FakeWorlds) -> None:
             assert ours._version > version or not ours.numel()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("order", [1.0, 2.0, 3.0, float("inf"), 0.0])
 def test_orders(order: float, simulate: FakeWorlds) -> None:
     simulate(4)

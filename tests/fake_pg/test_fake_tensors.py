@@ -88,6 +88,7 @@ def shard(model: nn.Module, **options: Any) -> nn.Module:
     return fully_shard(model, **options)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world_size", [2, 64])
 def test_programs_that_estimate_memory_run_whole_steps_on_fake_tensors(world_size: int) -> None:
     with fake_world(world_size), FakeTensorMode():

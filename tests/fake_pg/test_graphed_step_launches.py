@@ -22,7 +22,6 @@ from fsdp2 import (
     fully_shard,
 )
 from fsdp2.features.graphed_step.recording import OF_DEVICES
-from tests.harness import others_full
 from tests.harness.fake import fake_world
 from tests.harness.internals import groups_of
 from tests.harness.recording.graphs import RehearsedGraph, RepeatedStep, graphs
@@ -62,7 +61,8 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[...,
     return step
 
 
-@pytest.mark.parametrize("options", others_full(SHARDED, ["resharded", "half"]))  # 2 s
+@pytest.mark.full
+@pytest.mark.parametrize("options", SHARDED)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_replays_launch_the_same_on_the_same_memory(optimizer: str, options: str) -> None:
     """And the host neither waits for the device nor for anything from before the graph."""

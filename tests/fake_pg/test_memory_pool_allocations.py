@@ -126,6 +126,7 @@ def resized() -> Iterator[list[int]]:
         yield sizes
 
 
+@pytest.mark.full
 @needs_pool
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
@@ -165,6 +166,7 @@ def test_off_again_nothing_is_kept(width: int) -> None:
         assert not any(map(allocated_bytes, groups_of(model)))
 
 
+@pytest.mark.full
 @needs_pool
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
 def test_a_pool_keeps_what_a_step_has_in_use(width: int) -> None:
@@ -213,6 +215,7 @@ class Widening(nn.Module):
         return torch.cat([layer(x) for layer in self.layers], dim=1)
 
 
+@pytest.mark.full
 @needs_pool
 def test_many_groups_of_different_sizes_stay_within_the_limit() -> None:
     with fake_world(4):
@@ -229,6 +232,7 @@ def test_many_groups_of_different_sizes_stay_within_the_limit() -> None:
         assert pool.idle_bytes + pool.used_bytes < sum(map(unsharded_bytes, groups_of(model)))
 
 
+@pytest.mark.full
 @needs_pool
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
 def test_a_stale_tensor_never_lies_on_the_memory_of_another_layer(width: int) -> None:
@@ -250,6 +254,7 @@ def test_a_stale_tensor_never_lies_on_the_memory_of_another_layer(width: int) ->
         model[0].reshard()
 
 
+@pytest.mark.full
 @needs_pool
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
 @pytest.mark.parametrize("when", ["forward", "backward"])
@@ -361,6 +366,7 @@ def test_kept_storages_whose_addresses_a_captured_graph_holds_stay() -> None:
             training.model.set_keep_unsharded_storage(False)
 
 
+@pytest.mark.full
 @needs_pool
 def test_in_a_captured_step_every_stream_comes_back_to_compute() -> None:
     """As capturing a graph asks for; and nothing is allocated or freed."""

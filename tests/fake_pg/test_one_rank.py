@@ -57,6 +57,7 @@ class Copies(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", [None, "replicate", "zero2"])
 def test_it_trains_as_the_plain_model_bit_by_bit(strategy: str | None, simulate: FakeWorlds) -> None:
     simulate(1)
@@ -97,6 +98,7 @@ def test_parameters_are_read_where_the_shards_lie(simulate: FakeWorlds) -> None:
     assert torch.equal(unsharded, net.first.weight.to_local()), "it survives a reshard"
 
 
+@pytest.mark.full
 def test_what_is_written_is_seen(simulate: FakeWorlds) -> None:
     simulate(1)
     net, plain = sharded(), Net()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import copy
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import cache
 from itertools import count, pairwise
@@ -30,7 +30,7 @@ from fsdp2.core.group import FSDPParamGroup, Unsharding
 from fsdp2.core.streams import HostDevice, Wait
 from tests.fake_pg.helpers.passes import Passes
 from tests.fake_pg.helpers.sites import SEAM, Site, device_waits, functions, method_calls, sources, wait_sites
-from tests.harness import fake_world
+from tests.harness import fake_world, others_full
 from tests.harness.happens_before import (
     HOST,
     Allocation,
@@ -38,6 +38,7 @@ from tests.harness.happens_before import (
     Kind,
     Mark,
     Operation,
+    Order,
     Release,
     StreamWait,
     TraceEvent,
@@ -60,21 +61,123 @@ from tests.harness.recording.scenarios import SCENARIOS, Recording, record
 from tests.harness.recording.training import BACKWARD, FORWARD, ROOT, UPDATE, Stack, Training, gradients_of
 
 
-def report(recorded: Recording, violations: Sequence[Violation]) -> str:
+def report(recorded: Recording, violations: Iterable[Violation]) -> str:
     """The first violations, for a message."""
-    return "\n".join(violation.describe(recorded.trace) for violation in violations[:10])
+    return "\n".join(violation.describe(recorded.trace) for violation in list(violations)[:10])
+
+
+# ---- every recorded program ----------------------------------------------------------------------------------
+
+SHORT = {
+    "checkpointed_blocks", "copied", "extensions_on_neighbours", "finalized_by_hand", "forward_fails",
+    "frozen_and_unfrozen", "gathered_on_compute", "half_cached_direct", "hook_fails", "hooked_deleted_in_flight",
+    "memory_of_the_process_group", "neighbours_interrupted", "offloaded_and_loaded", "offloaded_and_written",
+    "offloaded_and_written_between", "offloaded_contexts_joined", "offloaded_fails", "offloaded_state",
+    "offloaded_sums_are_read", "offloaded_written_whole", "one_group_reduces_twice",
+    "only_replicated_updated_elsewhere", "owned_direct", "plain", "pooled_in_half_on_replicas", "post_optim_event",
+    "replaced_in_flight", "settings_in_flight", "shared_context_late", "synchronized_outside_of_backward",
+    "tensor_parallel", "two_streams", "unused_on_this_rank", "updated_elsewhere_before_a_compiled_call",
+    "written_whole",
+}  # fmt: skip
+"""They come to every call that waits, and to every kind of setting."""
+
+RANKS = (
+    "mesh.",
+    "meshes.",
+    "_torch.concatenate_meshes",
+    "reshard_to_fewer._neighbours",
+    "whole_states.refuse_of_another_rank",
+)
+"""Who reads the ranks of a mesh, which torch keeps on the host."""
+
+SAID = {
+    "agreement._compared",  # ranks compare their plans, once for each way of laying out
+    "replica_check._described",  # replicas compare checksums, once, when training begins
+    "tensor_extensions._refuse_disagreement",  # the same
+    "param.lie_on",  # shards move to the host, once
+    "options.denominator_of",  # a check of what the user gave
+    "full_parameters._changed_anywhere",  # ranks say what was written to whole parameters, once for each block
+    "full_parameters._copied_to",  # of shards in host memory, the same; and the next two
+    "full_parameters._keep",
+    "whole_tensors.whole_tensors",
+    "whole_tensors._pack",
+    "step_targets._agreement",  # counters of optimizers, when runs of parameters are made anew
+    "slices._is_part_of",  # ranks of meshes, which lie on the host, once for each root
+    "inside.step_with",  # torch's own optimizers, which read their counters on the host
+}
+"""Who else makes the host wait for the device, as docs/design.md says: never in a step."""
+
+
+TWO_STREAMS = "two_streams"
+"""The program's own: what compute runs on changes from one to the other, and so does what memory belongs to."""
+
+UNBOUNDED = {
+    "accumulated_without_reshard",
+    "block_called_alone",
+    "extensions_on_neighbours",
+    "gathered_by_extensions",
+    "gathered_far_ahead",
+    "neighbours_fail",
+    "neighbours_interrupted",
+    "never_resharded",
+    "one_group_for_both_ends",
+    "storage_kept",
+    "storage_kept_by_neighbours",
+    "trained_inside",  # the next forward of the method is expected, and gathered for, before a backward inside of it
+    "two_roots",
+    "unsharded_by_hand",
+    "custom_collectives",  # by hand too, as are the next
+    "custom_collectives_on_neighbours",
+    "memory_of_the_process_group",
+    "only_replicated",  # parameters are read where the shards lie, which stays, as are the next
+    "only_replicated_updated_elsewhere",
+}
+"""In these, the user, the policy or the structure of the model keeps more groups unsharded than two."""
+
+
+@pytest.mark.parametrize("scenario", others_full(SCENARIOS, SHORT))
+def test_a_recorded_program(scenario: str) -> None:
+    """Each access follows what it must; the host does not wait; two groups are unsharded at a time."""
+    recorded = record(scenario)
+    violations = violations_of(recorded)
+    assert not violations, report(recorded, violations)
+    # Memory goes back to the device after its last use, also where the allocator waits for the stream that it belongs
+    # to only: with expandable segments.
+    early = [violation for violation in violations_of(recorded, True) if violation.kind is Kind.UNMAPPED]
+    assert not early or scenario == TWO_STREAMS, report(recorded, early)
+    # No value is read from the device, no index or memory of the host's copied there while the host waits for it.
+    sites = {innermost.split(":")[0] for _, (innermost, *_) in recorded.synchronizing}
+    assert {site for site in sites if not site.startswith(RANKS)} <= SAID
+    assert scenario in UNBOUNDED or most_unsharded(recorded) <= 2
+
+
+def most_unsharded(recorded: Recording) -> int:
+    """How many groups but the root may be unsharded at a time on the device."""
+    order = Order(recorded.trace)
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for index, event in enumerate(recorded.trace):
+        if isinstance(event, Operation):
+            for access in event.accesses:
+                first.setdefault(access.block, index)
+                last[access.block] = index
+    groups = {block: name for block, name in recorded.names.items() if name != ROOT and "gradients" not in name}
+    unsharded = [
+        event.block
+        for event in recorded.trace
+        if isinstance(event, Allocation) and event.block in first and event.block in groups
+    ]
+    most = 0
+    for position, block in enumerate(unsharded):
+        others = {groups[each] for each in unsharded[:position] if not order.before(last[each], first[block])}
+        most = max(most, len(others | {groups[block]}))
+    return most
 
 
 # ---- no race, no early reuse ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scenario", list(SCENARIOS))
-def test_every_access_follows_what_it_must(scenario: str) -> None:
-    recorded = record(scenario)
-    violations = list(find_violations(recorded.trace))
-    assert not violations, report(recorded, violations)
-
-
+@pytest.mark.full
 @pytest.mark.parametrize(("world_size", "rank"), [(1, 0), (2, 0), (64, 63)])
 @pytest.mark.parametrize("scenario", ["plain", "uneven_mlp", "accumulated_reduced"])
 def test_whatever_the_rank_holds(scenario: str, world_size: int, rank: int) -> None:
@@ -96,27 +199,15 @@ def test_recording_disturbs_nothing() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "scenario",
-    ["transformer", "plain", "direct", "checkpointed_blocks", "two_dtypes", "replicated_in_half", "half_in_part"]
-    + ["tensor_parallel", "other_dims", "resharded_to_neighbours", "hooked", "summed", "gathered_on_compute"],
-)
-def test_forward_and_backward_never_make_the_host_wait(scenario: str) -> None:
-    recorded = record(scenario)
-    found = [event.name for _, event in Passes(recorded).operations(FORWARD, UPDATE)]
-    assert found and not {"aten._local_scalar_dense", "aten.nonzero", "aten.item"}.intersection(found)
-    assert not [wait for _, wait in waits(recorded) if wait.stream == HOST]
-
-
-TWO_STREAMS = "two_streams"
-"""The program's own: what compute runs on changes from one to the other, and so does what memory belongs to."""
-
-
-@pytest.mark.parametrize("scenario", list(SCENARIOS))
-def test_memory_is_given_back_to_the_device_after_its_last_use(scenario: str) -> None:
-    """Also where the allocator waits for the stream that it belongs to only: with expandable segments."""
-    found = [violation for violation in violations_of(record(scenario), True) if violation.kind is Kind.UNMAPPED]
-    assert not found or scenario == TWO_STREAMS, report(record(scenario), found)
+def test_forward_and_backward_never_make_the_host_wait() -> None:
+    for scenario in (
+        *("plain", "owned_direct", "checkpointed_blocks", "replicated_in_half", "half_in_part", "tensor_parallel"),
+        *("resharded_to_neighbours", "hooked_on_its_own_stream", "gathered_on_compute"),
+    ):
+        recorded = record(scenario)
+        found = [event.name for _, event in Passes(recorded).operations(FORWARD, UPDATE)]
+        assert found and not {"aten._local_scalar_dense", "aten.nonzero", "aten.item"}.intersection(found), scenario
+        assert not [wait for _, wait in waits(recorded) if wait.stream == HOST], scenario
 
 
 # ---- which pool memory comes from, and how much --------------------------------------------------------------
@@ -138,6 +229,7 @@ def live_bytes(trace: Sequence[TraceEvent], pools: set[int]) -> dict[str, list[i
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", [(4,), (2, 2)], ids=["sharded", "replicated"])
 def test_what_a_reduction_packs_and_receives_comes_from_the_pool_of_compute(mesh: tuple[int, ...]) -> None:
     """The memory of a stream of reductions would be of no use to anybody else."""
@@ -153,6 +245,7 @@ def test_what_a_reduction_packs_and_receives_comes_from_the_pool_of_compute(mesh
             assert len(reducing) == len(mesh) and COMPUTE not in reducing | {HOST} and not reducing & allocated
 
 
+@pytest.mark.full
 def test_unsharded_gradients_are_let_go_of_when_they_are_packed() -> None:
     """A block in backward: two of parameters, one of gradients, two (as fp32) of what is sent. Not the one before."""
     model = Stack(64, 256, blocks=4)
@@ -189,6 +282,7 @@ def of_compute(recorder: Recorder, allocate: Callable[..., None]) -> Callable[..
     return allocated
 
 
+@pytest.mark.full
 def test_gathers_have_a_pool_of_their_own_as_with_that_of_compute_less_would_run_beside_them() -> None:
     """And what is staged, which goes back when its copy was issued, would be used again before that is done."""
     counts, kinds = [], []
@@ -356,61 +450,25 @@ def test_pinned_memory_has_a_piece_for_the_shards_and_one_for_the_gradients_of_e
     assert 2 * whole / 4 <= sum(asked) < 1.03 * 2 * whole / 4
 
 
-RANKS = (
-    "mesh.",
-    "meshes.",
-    "_torch.concatenate_meshes",
-    "reshard_to_fewer._neighbours",
-    "whole_states.refuse_of_another_rank",
-)
-"""Who reads the ranks of a mesh, which torch keeps on the host."""
-
-SAID = {
-    "agreement._compared",  # ranks compare their plans, once for each way of laying out
-    "replica_check._described",  # replicas compare checksums, once, when training begins
-    "tensor_extensions._refuse_disagreement",  # the same
-    "param.lie_on",  # shards move to the host, once
-    "options.denominator_of",  # a check of what the user gave
-    "full_parameters._changed_anywhere",  # ranks say what was written to whole parameters, once for each block
-    "full_parameters._copied_to",  # of shards in host memory, the same; and the next two
-    "full_parameters._keep",
-    "whole_tensors.whole_tensors",
-    "whole_tensors._pack",
-    "step_targets._agreement",  # counters of optimizers, when runs of parameters are made anew
-    "slices._is_part_of",  # ranks of meshes, which lie on the host, once for each root
-    "inside.step_with",  # torch's own optimizers, which read their counters on the host
-}
-"""Who else makes the host wait for the device, as docs/design.md says: never in a step."""
-
-
-@pytest.mark.parametrize("scenario", list(SCENARIOS))
-def test_nothing_else_makes_the_host_wait(scenario: str) -> None:
-    """No value is read from the device, no index or memory of the host's copied there while the host waits for it."""
-    sites = {innermost.split(":")[0] for _, (innermost, *_) in record(scenario).synchronizing}
-    assert {site for site in sites if not site.startswith(RANKS)} <= SAID
-
-
-@pytest.mark.parametrize("scenario", ["plain", "zeros_for_unused", "unused", "unused_on_this_rank"])
-def test_where_a_gradient_is_missing_the_host_asks_at_the_end_of_backward(scenario: str) -> None:
+def test_where_a_gradient_is_missing_the_host_asks_at_the_end_of_backward() -> None:
     """Whether another rank has one: when nothing is left to issue. Not if those without one get zeros anyway."""
-    recorded = record(scenario)
-    asked = [index for index, wait in waits(recorded) if wait.stream == HOST]
-    assert bool(asked) == (scenario == "unused_on_this_rank")
-    for begin, end in pairwise([index for index, event in enumerate(recorded.trace) if isinstance(event, Mark)]):
-        events = recorded.trace[min([index for index in asked if begin < index < end], default=end) : end]
-        assert not [event for event in events if isinstance(event, Operation) and event.name.startswith("c10d")]
+    for scenario in ("plain", "zeros_for_unused", "unused", "unused_on_this_rank"):
+        recorded = record(scenario)
+        asked = [index for index, wait in waits(recorded) if wait.stream == HOST]
+        assert bool(asked) == (scenario == "unused_on_this_rank"), scenario
+        for begin, end in pairwise([index for index, event in enumerate(recorded.trace) if isinstance(event, Mark)]):
+            events = recorded.trace[min([index for index in asked if begin < index < end], default=end) : end]
+            assert not [event for event in events if isinstance(event, Operation) and event.name.startswith("c10d")]
 
 
-@pytest.mark.parametrize("scenario", ["offloaded", "offloaded_direct", "offloaded_replicas", "offloaded_cached"])
-def test_a_training_forward_leaves_the_host_alone_where_shards_are_in_its_memory(scenario: str) -> None:
+def test_a_training_forward_leaves_the_host_alone_where_shards_are_in_its_memory() -> None:
     """It waits for copies that read the shards at the end of backward, or before a step."""
-    recorded = record(scenario)
-    for begin, mark in enumerate(recorded.trace):
-        if mark == Mark(FORWARD):
-            end = recorded.trace.index(Mark(BACKWARD), begin)
-            assert not [
-                event for event in recorded.trace[begin:end] if isinstance(event, StreamWait) and event.stream == HOST
-            ]
+    for scenario in ("offloaded_replicas", "offloaded_cached"):
+        trace = record(scenario).trace
+        for begin, mark in enumerate(trace):
+            if mark == Mark(FORWARD):
+                forward = trace[begin : trace.index(Mark(BACKWARD), begin)]
+                assert not [each for each in forward if isinstance(each, StreamWait) and each.stream == HOST], scenario
 
 
 def test_a_missing_gradient_is_refused_by_name_while_a_graph_is_captured() -> None:
@@ -454,6 +512,7 @@ def waits(recorded: Recording) -> Iterator[tuple[int, StreamWait]]:
 REASONS = (*Wait, WORKED, BLOCKED)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("why", REASONS, ids=lambda why: why.name if isinstance(why, Wait) else why)
 def test_no_reason_to_wait_can_be_dropped(why: object) -> None:
     assert any(breaks(record(name), lambda index, wait: wait.why is not why) for name in SCENARIOS)
@@ -467,7 +526,14 @@ UNSEEN = {
 """Where a reason is given, and something else happens to order the same."""
 
 
-@pytest.mark.parametrize("scenario", list(SCENARIOS))
+REASONS_GIVEN = {
+    "gathered_on_compute", "half_in_part", "hook_fails", "neighbours_interrupted", "offloaded_state",
+    "offloaded_written_whole", "one_group_reduces_twice", "only_replicated_updated_elsewhere", "plain",
+    "post_optim_event", "replicated_in_half", "two_streams",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("scenario", others_full(SCENARIOS, REASONS_GIVEN))
 def test_every_reason_that_is_given_is_one(scenario: str) -> None:
     """Not only somewhere: in every scenario each kind of wait that it comes to closes a race."""
     recorded = record(scenario)
@@ -493,6 +559,7 @@ NO_RACE = {
 """Calls that wait for another reason than a race between streams: file, function and method."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "site", [site for site in wait_sites() if (site.file, site.function, site.method) not in NO_RACE], ids=str
 )
@@ -542,6 +609,7 @@ def test_no_stream_can_be_forgotten(scenario: str, operation: str, at: str | Non
     assert dropped and breaks(recorded, lambda index, wait: index not in dropped)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "scenario",
     ["transformer", "plain", "direct", "root_resharded", "never_resharded", "checkpointed_blocks", "used_twice"]
@@ -607,6 +675,7 @@ def test_a_root_that_another_thread_collects_lets_compute_wait() -> None:
     assert waiting == {COMPUTE}
 
 
+@pytest.mark.full
 def test_every_wait_gives_its_reason() -> None:
     used = set()
     for file, tree in sources().items():
@@ -624,6 +693,7 @@ def _is_wait(node: ast.expr) -> bool:
     return isinstance(node, ast.Name) and node.id == "Wait"
 
 
+@pytest.mark.full
 def test_streams_are_reached_through_the_device_only() -> None:
     bypasses = {"wait_event", "wait_stream", "record_stream", "record_event", "synchronize"}
     found = {(file, name) for file, tree in sources().items() for name, _ in method_calls(tree) if name in bypasses}
@@ -634,6 +704,7 @@ def test_streams_are_reached_through_the_device_only() -> None:
 # ---- lifetimes: what the waits alone do not guarantee -----------------------------------------------------------
 
 
+@pytest.mark.full
 def test_gradients_must_be_held_until_compute_has_waited() -> None:
     pack = GradientBucket.pack
 
@@ -646,6 +717,7 @@ def test_gradients_must_be_held_until_compute_has_waited() -> None:
     assert {violation.kind for violation in find_violations(recorder.trace)} == {Kind.REUSE}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seam", [ALLOCATE_STAGING, ALLOCATE_UNSHARDED], ids=["staging", "unsharded"])
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16)], ids=["full", "half"])
 def test_buffers_of_a_gather_must_be_allocated_on_its_stream(seam: Seam, policy: MixedPrecisionPolicy) -> None:
@@ -662,6 +734,7 @@ def test_buffers_of_a_gather_must_be_allocated_on_its_stream(seam: Seam, policy:
     assert {violation.kind for violation in find_violations(recorder.trace)} == {Kind.REUSE}
 
 
+@pytest.mark.full
 def test_what_rests_on_neighbours_must_be_held_until_compute_has_waited() -> None:
     copy_out = COPY_OUT.function
 
@@ -675,6 +748,7 @@ def test_what_rests_on_neighbours_must_be_held_until_compute_has_waited() -> Non
     assert {violation.kind for violation in find_violations(recorder.trace)} == {Kind.REUSE}
 
 
+@pytest.mark.full
 def test_gradients_between_reduce_scatter_and_all_reduce_are_added_on_their_stream() -> None:
     add = GradientBucket.add_reduce_scattered
 

@@ -12,6 +12,7 @@ from tests.harness.recording.training import Training
 GATHERS = ("c10d._allgather_base_", "c10d.allgather_into_tensor_coalesced_")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("enable", [True, False])
 def test_gathers_are_issued_from_the_current_stream(enable: bool) -> None:
     """As asynchronous works of the process group, which the current stream waits for only where it needs them."""

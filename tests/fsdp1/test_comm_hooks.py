@@ -152,6 +152,7 @@ def losses_of(model: Any) -> list[Tensor]:
 
 
 @multi_rank(2, 4)
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["plain", *COMPRESSING])
 @pytest.mark.parametrize("sharded", [True, False])
 def test_training_is_that_of_torchs_fsdp1(name: str, sharded: bool, world_size: int) -> None:

@@ -101,6 +101,7 @@ def load_into_fully_shard(folder: Path) -> tuple[dict[str, Tensor], dict[str, An
 # ---- tests ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_whole_and_dcp(pools: WorkerPools, tmp_path: Path, use_orig_params: bool, world_size: int) -> None:
@@ -132,6 +133,7 @@ def assert_same(ours: Any, expected: Any) -> None:
         assert ours.dtype == expected.dtype and torch.equal(ours, expected)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("source", "target"), [(2, 4), (4, 2), (2, 2)])
 @pytest.mark.parametrize("forms", [(True, True), (True, False), (False, True), (False, False)])
 def test_flat_files_for_other_ranks_and_forms(

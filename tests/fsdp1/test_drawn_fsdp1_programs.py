@@ -10,7 +10,7 @@ import os
 import pytest
 
 from tests.fsdp1.helpers.drawn import KINDS, POLICIES, draw, run
-from tests.harness import EXACT, multi_rank
+from tests.harness import EXACT, multi_rank, others_full
 
 BATCH = 5
 SHORT = {2: range(20), 4: range(10)}
@@ -35,11 +35,12 @@ def batches(seeds: range) -> list[range]:
 
 
 @multi_rank(2)
-@pytest.mark.parametrize("seeds", batches(SHORT[2]), ids=str)
+@pytest.mark.parametrize("seeds", others_full(batches(SHORT[2]), batches(SHORT[2])[:1]), ids=str)  # 3 s each
 def test_drawn_programs_on_two_ranks(seeds: range, world_size: int) -> None:
     run_batch(seeds, world_size)
 
 
+@pytest.mark.full  # 8 s each
 @multi_rank(4)
 @pytest.mark.parametrize("seeds", batches(SHORT[4]), ids=str)
 def test_drawn_programs_on_four_ranks(seeds: range, world_size: int) -> None:

@@ -134,6 +134,7 @@ def test_state_dicts_load_into_the_wrapper(version: str, kind: str, form: str, w
         assert_same(held_by(model, optimizer), goes_on(written, name), f"{name}, one step later")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("form", FORMS)
 def test_flat_files_are_converted(version: str, form: str, tmp_path: Path) -> None:

@@ -186,27 +186,6 @@ def put_together(value: Any) -> Any:
     return whole
 
 
-@multi_rank(4)
-@pytest.mark.parametrize("source", [True, False])
-@pytest.mark.parametrize("target", [True, False])
-def test_onto_other_ranks_and_the_other_form(source: bool, target: bool, tmp_path: Path) -> None:
-    """Four ranks' optimizer state becomes two ranks' of either form, and is the same when it is read again."""
-    model = torch_tower(source, odd_memory=True)
-    made = OPTIMIZERS["amsgrad"](list(model.parameters()))
-    train(model, made, dist.get_rank(), range(2))
-    states = of_all_ranks(tmp_path, "raw", made.state_dict(), 4)
-    named = read_optimizer(layout_of(source, 4, odd_memory=True), states, order_of(source, 4))
-    written = [
-        write_optimizer(layout_of(target, 2, odd_memory=True), named, rank, order_of(target, 2)) for rank in range(2)
-    ]
-    again = read_optimizer(layout_of(target, 2, odd_memory=True), written, order_of(target, 2))
-    assert_same_values(whole_state(again), whole_state(named))
-    locals_ = of_all_ranks(tmp_path, "local", local_state_dict(model), 4)
-    whole = as_dict(read_model(layout_of(source, 4, odd_memory=True), locals_))
-    two = [write_model(layout_of(target, 2, odd_memory=True), whole, rank) for rank in range(2)]
-    assert_same_values(as_dict(read_model(layout_of(target, 2, odd_memory=True), two)), whole)
-
-
 # ---- without ranks ----------------------------------------------------------------------------------
 
 
@@ -281,17 +260,6 @@ def test_parameters_without_state_are_zeros_beside_others() -> None:
     assert write_optimizer(small_layout(False), nothing, 0, FLAT_ORDER)["state"] == {}
     with pytest.raises(FSDPValueError, match=r"the optimizer has 'u\._flat_param', and the parameters to write it for"):
         write_optimizer(small_layout(False), named, 0, ORDER)
-
-
-def test_a_plain_optimizers_numbers_are_named_by_the_model() -> None:
-    model = nn.ModuleDict({"u": nn.Linear(2, 2)})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
-    model["u"](torch.ones(2)).sum().backward()
-    optimizer.step()
-    order = OptimizerOrder(("u.weight", "u.bias"), ("u.weight", "u.bias"))
-    named = named_state(optimizer.state_dict(), order)
-    assert named.names == ("u.weight", "u.bias") and named.param_groups[0]["params"] == ["u.weight", "u.bias"]
-    assert torch.equal(named.of("u.bias")["momentum_buffer"], torch.ones(2))
 
 
 PROBLEMS: dict[str, tuple[bool, list[dict[str, Any]], str]] = {

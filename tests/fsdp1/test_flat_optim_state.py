@@ -83,6 +83,7 @@ def whole(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
 
 
 @multi_rank(2, 4)
+@pytest.mark.full
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("given", ["all", "trainable"])
@@ -199,6 +200,7 @@ def test_layouts_of_wrapped_models_are_torchs(use_orig_params: bool, world_size:
         ]
 
 
+@pytest.mark.full
 def test_layouts_for_other_ranks_and_forms(simulate: FakeWorlds) -> None:
     simulate(4)
     model = ours(True)
@@ -231,6 +233,7 @@ def test_layouts_of_sharded_modules(simulate: FakeWorlds) -> None:
 
 
 @multi_rank(2)
+@pytest.mark.full
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_one_exchange_for_a_unit(use_orig_params: bool, world_size: int) -> None:
     """LOCAL: an all-to-all for each; SHARDED: nothing; FULL: small units travel together, by one all-gather."""

@@ -48,6 +48,7 @@ def test_handles(simulate: FakeWorlds) -> None:
 
 
 @multi_rank(2)
+@pytest.mark.full
 def test_a_unit_is_converted_under_its_optimizer(world_size: int) -> None:
     """Moved to the host and back between iterations, as verl does, its parameters are still those that are stepped.
 

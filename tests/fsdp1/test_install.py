@@ -34,6 +34,7 @@ from tests.harness import FakeWorlds, multi_rank
 pytestmark = pytest.mark.filterwarnings("ignore:fsdp2.compat.install.. comes too late")
 
 
+@pytest.mark.full
 def test_names_are_replaced_and_put_back(simulate: FakeWorlds) -> None:
     torchs = public.FullyShardedDataParallel
     with install() as swap:
@@ -124,6 +125,7 @@ def test_lightning_does_not_take_wrappers_for_modules_of_fully_shard(
 
 
 @multi_rank(2)
+@pytest.mark.full
 @pytest.mark.parametrize("full", [False, True])
 def test_dcp_asks_the_wrapper(full: bool, world_size: int) -> None:
     with install():
@@ -157,6 +159,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.full  # 11 s each
 @pytest.mark.parametrize("ours", [False, True])
 def test_the_command(ours: bool, tmp_path: Path) -> None:
     path = tmp_path / "program.py"

@@ -56,18 +56,7 @@ def elements(value: Any) -> torch.Tensor:
 
 
 @multi_rank(2, 4)
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_they_are_those_of_torch(use_orig_params: bool, world_size: int) -> None:
-    model = wrapped(use_orig_params=use_orig_params)
-    theirs = local_state_dict(wrapped(torchs(), use_orig_params=use_orig_params))
-    ours = from_file(local_state_dict(model))
-    assert set(ours) == set(theirs)
-    for name, value in theirs.items():
-        assert type(ours[name]) is type(value), name
-        assert torch.equal(elements(ours[name]), elements(value)), name
-
-
-@multi_rank(2, 4)
+@pytest.mark.full
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("writer", ["torch", "fsdp2", "both"])
 def test_what_one_writes_the_other_reads(use_orig_params: bool, writer: str, world_size: int) -> None:
@@ -90,6 +79,7 @@ def test_what_one_writes_the_other_reads(use_orig_params: bool, writer: str, wor
 
 
 @multi_rank(4)
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", ["NO_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"])
 def test_strategies(strategy: str, world_size: int) -> None:
     arguments: dict[str, Any] = {"sharding_strategy": ShardingStrategy[strategy]}

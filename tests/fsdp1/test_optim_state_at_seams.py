@@ -73,6 +73,7 @@ def assert_holds(state: dict[str, Any], plain: torch.optim.Optimizer) -> None:
 
 
 @multi_rank(2)
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_an_optimizer_from_before_wrapping_that_has_not_stepped(strategy: str, world_size: int) -> None:
     """It holds the plain parameters yet: a program that resumes loads its state before the first step."""
@@ -104,6 +105,7 @@ def test_an_optimizer_from_before_wrapping_that_has_not_stepped(strategy: str, w
 
 
 @multi_rank(2)
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_after_an_evaluation_that_leaves_parameters_whole(strategy: str, world_size: int) -> None:
     cls, plain = FullyShardedDataParallel, layers()
@@ -224,6 +226,7 @@ def test_names_of_compiled_modules_are_those_of_parameters(kind: str, world_size
 
 
 @multi_rank(2)
+@pytest.mark.full
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.filterwarnings("ignore:fsdp2.compat.install.. comes too late", "ignore::FutureWarning")
 def test_torchs_functions_save_and_load_the_optimizer_of_a_compiled_model(full: bool, world_size: int) -> None:
@@ -281,6 +284,7 @@ def test_ranks_that_get_nothing_keep_no_whole_tensor(world_size: int) -> None:
 
 
 @multi_rank(2)
+@pytest.mark.full
 def test_optimizers_that_have_parameters_in_another_order_on_each_rank(world_size: int) -> None:
     """The weights are alike in shape: gathered in the optimizers' orders, one would be made of pieces of two."""
     cls, plain = FullyShardedDataParallel, layers()
@@ -310,6 +314,7 @@ def test_ranks_whose_optimizers_have_not_the_same_states(world_size: int) -> Non
 
 
 @multi_rank(2)
+@pytest.mark.full
 def test_a_state_that_is_given_without_groups(world_size: int) -> None:
     cls, model = FullyShardedDataParallel, wrapped(layers())
     optimizer = trained(model)

@@ -19,8 +19,6 @@ from fsdp2.compat.fsdp1 import (
     FullStateDictConfig,
     FullyShardedDataParallel,
     ModuleWrapPolicy,
-    OptimStateKeyType,
-    ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     ShardingStrategy,
     StateDictType,
@@ -66,19 +64,7 @@ def whole(value: Any) -> Any:
 
 
 @multi_rank(2, 4)
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-def test_full_state_dicts_hold_what_the_plain_module_holds(strategy: str, world_size: int) -> None:
-    plain = UNEVEN_MLP.build()
-    model = wrapped(sharding_strategy=ShardingStrategy[strategy])
-    saved = model.state_dict()
-    assert list(saved) == list(plain.state_dict())
-    for name, value in plain.state_dict().items():
-        assert type(saved[name]) is torch.Tensor and torch.equal(saved[name], value), name
-    saved[next(iter(saved))].zero_()
-    assert not (whole(next(iter(model.parameters()))) == 0).all(), "a state dict has memory of its own"
-
-
-@multi_rank(2, 4)
+@pytest.mark.full
 def test_on_the_first_rank_only(world_size: int) -> None:
     model, other = wrapped(), wrapped(seed=1)
     config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
@@ -130,20 +116,6 @@ def test_tensors_that_are_read_when_torch_asks(world_size: int) -> None:
         assert torch.equal(ours.to_local(), theirs.to_local()), name
 
 
-@multi_rank(2)
-def test_sharded_state_dicts_are_the_parameters(world_size: int) -> None:
-    model, other = wrapped(), wrapped(seed=1)
-    with FullyShardedDataParallel.state_dict_type(model, SHARDED, ShardedStateDictConfig()):
-        saved = model.state_dict()
-        for name, parameter in model.named_parameters():
-            assert isinstance(saved[name], DTensor)
-            assert saved[name].to_local().data_ptr() == parameter.to_local().data_ptr(), name
-    with FullyShardedDataParallel.state_dict_type(other, SHARDED):
-        other.load_state_dict(saved)
-    for (name, ours), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
-        assert torch.equal(ours.to_local(), theirs.to_local()), name
-
-
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -190,43 +162,7 @@ def test_settings_come_back_after_an_exception(world_size: int) -> None:
         FullyShardedDataParallel.get_state_dict_type(model)
 
 
-@multi_rank(2, 4)
-@pytest.mark.parametrize(
-    ("kind", "rank0_only"), [("FULL_STATE_DICT", True), ("SHARDED_STATE_DICT", False), ("FULL_STATE_DICT", False)]
-)
-@pytest.mark.parametrize("optimizer_name", ["SGD", "AdamW"])
-def test_training_goes_on_from_state_dicts(kind: str, optimizer_name: str, rank0_only: bool, world_size: int) -> None:
-    configs = (
-        (FullStateDictConfig(rank0_only=rank0_only), FullOptimStateDictConfig(rank0_only=rank0_only))
-        if kind == "FULL_STATE_DICT"
-        else (ShardedStateDictConfig(), ShardedOptimStateDictConfig())
-    )
-    settings = (StateDictType[kind], *configs)
-    model = wrapped()
-    optimizer = optimizer_of(model, optimizer_name)
-    train(model, optimizer, 0, 2)
-    with FullyShardedDataParallel.state_dict_type(model, *settings):
-        weights = model.state_dict()
-        if kind != "FULL_STATE_DICT":
-            weights = {name: value.clone() for name, value in weights.items()}
-        state = copy.deepcopy(FullyShardedDataParallel.optim_state_dict(model, optimizer))
-    if not rank0_only or dist.get_rank() == 0:
-        names = {name for name, _ in model.named_parameters()}
-        assert set(state["state"]) == names
-        assert {name for group in state["param_groups"] for name in group["params"]} == names
-    else:
-        assert state == {} and not weights
-    other = wrapped(seed=1)
-    others = optimizer_of(other, optimizer_name)
-    with FullyShardedDataParallel.state_dict_type(other, *settings):
-        other.load_state_dict(weights)
-        loaded = FullyShardedDataParallel.optim_state_dict_to_load(other, others, state)
-        others.load_state_dict(loaded)
-    assert train(model, optimizer, 2, 2) == train(other, others, 2, 2)
-    for (name, ours), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
-        assert torch.equal(ours.to_local(), theirs.to_local()), name
-
-
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of torch, about itself
 @multi_rank(2, 4)
 @pytest.mark.parametrize(
@@ -253,54 +189,8 @@ def test_checkpoints_of_torchs_fsdp1(kind: str, use_orig_params: bool, writer: s
         assert one == pytest.approx(other, rel=1e-5)
 
 
-@multi_rank(2)
-def test_numbers_in_the_place_of_names_and_back(world_size: int) -> None:
-    model = wrapped()
-    optimizer = optimizer_of(model, "SGD")
-    train(model, optimizer, 0, 1)
-    state = FullyShardedDataParallel.optim_state_dict(model, optimizer)
-    numbered = FullyShardedDataParallel.rekey_optim_state_dict(
-        state, OptimStateKeyType.PARAM_ID, model, optim=optimizer
-    )
-    assert set(numbered["state"]) == set(range(len(list(model.parameters()))))
-    plain = UNEVEN_MLP.build()
-    alone = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-    alone.load_state_dict(numbered)
-    named = FullyShardedDataParallel.rekey_optim_state_dict(
-        numbered, OptimStateKeyType.PARAM_NAME, model, optim=optimizer
-    )
-    assert list(named["state"]) == list(state["state"]) and named["param_groups"] == state["param_groups"]
-
-
-@multi_rank(2)
-def test_the_older_methods(world_size: int) -> None:
-    model = wrapped()
-    optimizer = optimizer_of(model, "AdamW")
-    train(model, optimizer, 0, 2)
-    full = FullyShardedDataParallel.full_optim_state_dict(model, optimizer, rank0_only=True)
-    assert bool(full) is (dist.get_rank() == 0)
-    for name in ("scatter", "shard"):
-        other = wrapped(seed=1)
-        others = optimizer_of(other, "AdamW")
-        if name == "scatter":
-            given = full if dist.get_rank() == 0 else None
-            loaded = FullyShardedDataParallel.scatter_full_optim_state_dict(given, other, optim=others)
-        else:
-            whole_state = FullyShardedDataParallel.full_optim_state_dict(model, optimizer, rank0_only=False)
-            loaded = FullyShardedDataParallel.shard_full_optim_state_dict(whole_state, other, optim=others)
-        others.load_state_dict(loaded)
-        for one, two in zip(optimizer.state.values(), others.state.values(), strict=True):
-            for what in one:
-                assert torch.equal(whole(one[what]), whole(two[what])), what
-    sharded = FullyShardedDataParallel.sharded_optim_state_dict(model, optimizer)
-    other = wrapped(seed=1)
-    others = optimizer_of(other, "AdamW")
-    others.load_state_dict(FullyShardedDataParallel.flatten_sharded_optim_state_dict(sharded, other, others))
-    for one, two in zip(optimizer.state.values(), others.state.values(), strict=True):
-        assert all(torch.equal(whole(one[what]), whole(two[what])) for what in one)
-
-
 @multi_rank(4)
+@pytest.mark.full
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_the_first_rank_of_a_model_on_a_part_of_the_ranks(hybrid: bool, world_size: int) -> None:
     """Whose rank 0 is none of its ranks, as of the second stage of a pipeline; or whose mesh has two dims."""
@@ -328,6 +218,7 @@ def test_the_first_rank_of_a_model_on_a_part_of_the_ranks(hybrid: bool, world_si
 
 
 @multi_rank(2)
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 def test_what_was_saved_to_the_cpu_stays_as_it_was(strategy: str, world_size: int) -> None:
     model = wrapped(sharding_strategy=ShardingStrategy[strategy])
@@ -339,6 +230,7 @@ def test_what_was_saved_to_the_cpu_stays_as_it_was(strategy: str, world_size: in
 
 
 @multi_rank(2)
+@pytest.mark.full
 def test_parameters_that_share_a_step_count_for_themselves_afterwards(world_size: int) -> None:
     """Torch's FULL state of a flat parameter has one tensor as the step of all parameters in it."""
     model, other = wrapped(), wrapped(seed=1)
@@ -373,6 +265,7 @@ class _SavesTwice(nn.Module):
 
 
 @multi_rank(2)
+@pytest.mark.full
 def test_state_dicts_inside_of_a_state_dict() -> None:
     """Units are gathered together for one call; what was gathered already, or lies elsewhere, by itself."""
     part, other = wrapped(seed=1), wrapped(seed=2)
@@ -385,6 +278,7 @@ def test_state_dicts_inside_of_a_state_dict() -> None:
 
 
 @multi_rank(2)
+@pytest.mark.full
 def test_a_state_dict_after_one_that_failed() -> None:
     """What was gathered for the one that failed is not taken for another: the weights have changed since."""
     model = wrapped()

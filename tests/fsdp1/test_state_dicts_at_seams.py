@@ -49,6 +49,7 @@ def assert_on_first_rank(state: dict[str, Any], plain: nn.Module) -> None:
 
 
 @multi_rank(4)
+@pytest.mark.full
 @pytest.mark.parametrize("cut", [(0, 1), (1,)], ids=["all", "the second"])
 def test_rank0_only_beside_tensor_parallelism(cut: tuple[int, ...], world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -62,6 +63,7 @@ def test_rank0_only_beside_tensor_parallelism(cut: tuple[int, ...], world_size: 
 
 
 @multi_rank(2)
+@pytest.mark.full
 def test_rank0_only_with_an_ignored_parameter_that_is_sharded_already(world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     plain = layers()

@@ -73,6 +73,8 @@ def test_what_sharded_state_dicts_hold(kind: str, offload: bool, world_size: int
         parts = list(whole.chunk(world_size))
         expected = parts[dist.get_rank()] if dist.get_rank() < len(parts) else whole[:0]
         assert torch.equal(rows, expected), name
+        if kind == "fsdp2" and not offload:
+            assert rows.data_ptr() == model.get_parameter(name).to_local().data_ptr(), "the parameters themselves"
     with type(model).state_dict_type(model, SHARDED):
         model.load_state_dict(saved)
 

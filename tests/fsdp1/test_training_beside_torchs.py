@@ -41,7 +41,7 @@ from tests.fsdp1.helpers.both import (
     whole_weights,
     wrapped,
 )
-from tests.harness import Accumulation, Reference, multi_rank
+from tests.harness import Reference, multi_rank
 from tests.harness.compare import assert_same
 from tests.harness.models import UNEVEN_MLP
 
@@ -51,6 +51,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWa
 
 
 @multi_rank(2)
+@pytest.mark.full
 @both
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 def test_losses_gradients_and_weights(kind: str, strategy: str, world_size: int) -> None:
@@ -67,6 +68,7 @@ def test_losses_gradients_and_weights(kind: str, strategy: str, world_size: int)
 
 
 @multi_rank(4)
+@pytest.mark.full
 @both
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
 @pytest.mark.parametrize("given", ["groups", "mesh"])
@@ -87,6 +89,7 @@ def test_hybrid_strategies(kind: str, strategy: str, given: str, world_size: int
 
 
 @multi_rank(4)
+@pytest.mark.full
 @both
 def test_a_process_group_of_a_part_of_the_ranks(kind: str, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))
@@ -95,23 +98,6 @@ def test_a_process_group_of_a_part_of_the_ranks(kind: str, world_size: int) -> N
     model(torch.full((1, 3), float(dist.get_rank()))).sum().backward()
     mean = 0.5 if dist.get_rank() < 2 else 2.5
     assert_same("gradients", whole_gradients(model), {"weight": torch.full((5, 3), mean), "bias": torch.ones(5)})
-
-
-@multi_rank(2)
-@both
-@pytest.mark.parametrize("prefetch", [None, "BACKWARD_PRE", "BACKWARD_POST"])
-@pytest.mark.parametrize("ahead", [False, True])
-def test_prefetching_changes_no_number(kind: str, prefetch: str | None, ahead: bool, world_size: int) -> None:
-    chosen = prefetch and BackwardPrefetch[prefetch]
-    model = wrapped(kind, backward_prefetch=chosen, forward_prefetch=ahead, limit_all_gathers=not ahead)
-    reference = Reference(UNEVEN_MLP, world_size=world_size, make_optimizer=sgd)
-    optimizer = sgd(model.parameters())
-    for step in range(2):
-        record = reference.step()
-        backward(model, step)
-        assert_same("gradients", whole_gradients(model), record.gradients, tolerance=SUMS)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 class Branches(nn.Module):
@@ -149,18 +135,6 @@ def test_unused_parameters_of_a_used_unit_decay(kind: str, strategy: str, origin
     assert not torch.equal(after["used.used.weight"], before["used.used.weight"])
     for name in (name for name in before if name.startswith("idle")):
         assert torch.equal(after[name], before[name]), name
-
-
-@multi_rank(2)
-@both
-def test_no_sync_accumulates(kind: str, world_size: int) -> None:
-    model = wrapped(kind)
-    record = Reference(UNEVEN_MLP, world_size=world_size, microbatches=3, accumulation=Accumulation.REDUCE_LAST).step()
-    with model.no_sync():
-        backward(model, micro=0)
-        backward(model, micro=1)
-    backward(model, micro=2)
-    assert_same("gradients", whole_gradients(model), record.gradients, tolerance=SUMS)
 
 
 @multi_rank(2)
@@ -634,6 +608,7 @@ def test_the_device(kind: str, world_size: int) -> None:
 
 
 @multi_rank(2)
+@pytest.mark.full
 @both
 def test_variables_of_the_environment(kind: str, world_size: int) -> None:
     """How torch's sets views and checks them: nothing here. Its fakes, which communicate nothing: not here."""

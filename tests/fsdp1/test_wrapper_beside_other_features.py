@@ -11,10 +11,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-)
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -47,25 +43,7 @@ def assert_same_weights(model: nn.Module, plain: nn.Module) -> None:
         torch.testing.assert_close(found, expected, msg=name)
 
 
-@multi_rank(2)
-@pytest.mark.parametrize("after", [False, True])
-def test_checkpointed_activations(after: bool, world_size: int) -> None:
-    plain = blocks()
-    model: Any = copy.deepcopy(plain)
-    if not after:
-        model = nn.Sequential(*[checkpoint_wrapper(each) if isinstance(each, Block) else each for each in model])
-        model = nn.Sequential(*[FullyShardedDataParallel(each) for each in model])
-        model = FullyShardedDataParallel(model)
-    else:
-        model = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
-        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
-    steps(model, torch.optim.SGD(model.parameters(), lr=0.1), 3)
-    steps(plain, torch.optim.SGD(plain.parameters(), lr=0.1), 3, world_size)
-    assert_same_weights(model, plain)
-    assert isinstance(model[0].module, Block) and list(model.state_dict()) == list(plain.state_dict())
-    model.load_state_dict(model.state_dict())
-
-
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo's own, of what it looks at
 @multi_rank(2)
 def test_compiled_as_one_graph(world_size: int) -> None:
@@ -78,6 +56,7 @@ def test_compiled_as_one_graph(world_size: int) -> None:
 
 
 @multi_rank(4)
+@pytest.mark.full
 def test_tensor_parallel(world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     plain = blocks()
@@ -120,6 +99,7 @@ def test_dcp_knows_the_plain_names(full: bool, world_size: int, tmp_path: Path) 
 
 
 @multi_rank(2)
+@pytest.mark.full
 def test_sharded_state_dicts_by_dcp(world_size: int, tmp_path: Path) -> None:
     path = [str(tmp_path)]
     dist.broadcast_object_list(path)
@@ -136,6 +116,7 @@ def test_sharded_state_dicts_by_dcp(world_size: int, tmp_path: Path) -> None:
 
 
 @multi_rank(2)
+@pytest.mark.full
 def test_after_an_exception(world_size: int) -> None:
     """In the middle of a forward, and inside of ``no_sync``: what follows trains as if nothing had been."""
     model: Any = FullyShardedDataParallel(UNEVEN_MLP.build(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
@@ -164,6 +145,7 @@ def test_experts_of_one_rank_each(world_size: int) -> None:
 
 
 @multi_rank(2)
+@pytest.mark.full
 def test_mixed_requires_grad_dtypes_and_forwards(world_size: int) -> None:
     """Refused by torch's FSDP1; here as of the plain module."""
     plain = blocks()

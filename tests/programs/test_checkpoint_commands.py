@@ -37,6 +37,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0
     return found.out + found.err
 
 
+@pytest.mark.full
 def test_list_and_show(made: tuple[Path, dict[str, torch.Tensor]], capsys: pytest.CaptureFixture[str]) -> None:
     run, _ = made
     (run / ".step-00000099.writing").mkdir()
@@ -66,6 +67,7 @@ def test_verify(made: tuple[Path, dict[str, torch.Tensor]], capsys: pytest.Captu
     file.write_bytes(whole)
 
 
+@pytest.mark.full
 def test_diff(made: tuple[Path, dict[str, torch.Tensor]], capsys: pytest.CaptureFixture[str]) -> None:
     one, other = made[0] / "step-00000010", made[0] / "step-00000030"
     assert "no difference in names" in said(capsys, "diff", one, other)

@@ -68,6 +68,7 @@ def run(
     return [each.read_text() for each in said], status
 
 
+@pytest.mark.full  # 14 s each
 @pytest.mark.parametrize(
     ("case", "rank", "says"),
     [
@@ -86,6 +87,7 @@ def test_the_others_name_it(case: str, rank: int, says: str, tmp_path: Path) -> 
     assert status[other] == 3, "neither aborted nor crashed"
 
 
+@pytest.mark.full  # 19 s
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_ranks_that_are_in_nothing_but_torchs_collectives_are_named_by_all(world_size: int, tmp_path: Path) -> None:
     """Rank 1 does not clip, and waits for the others in a barrier, and they for it: nobody in an exchange of ours."""

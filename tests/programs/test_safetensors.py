@@ -117,6 +117,7 @@ def sum_of(number: int) -> int:
     return sum(found)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("saving", "loading"),
     [(2, 4), (4, 1), *(pytest.param(*each, marks=pytest.mark.full) for each in ((1, 2), (4, 2)))],
@@ -148,6 +149,7 @@ def test_files_move_between_worlds(saving: int, loading: int, limit: int, pools:
 
 
 @multi_rank(2, full=(4,))
+@pytest.mark.full
 @pytest.mark.parametrize("layout", others_full([*LAYOUTS, TENSOR_PARALLEL], QUICK))
 def test_all_layouts(layout: str, world_size: int, tmp_path: Path) -> None:
     plain = build(seed=1)
@@ -204,6 +206,7 @@ def half_of(plain: nn.Module) -> dict[str, Tensor]:
 
 
 @multi_rank(2)
+@pytest.mark.full
 def test_what_a_file_has_under_the_other_name_of_a_tie(tmp_path: Path) -> None:
     """And buffers that no file has are named."""
     import safetensors.torch
@@ -228,6 +231,7 @@ def test_what_a_file_has_under_the_other_name_of_a_tie(tmp_path: Path) -> None:
 
 
 @multi_rank(2, full=(4,))
+@pytest.mark.full
 def test_peaks(tmp_path: Path) -> None:
     """Saving: one file and one parameter. Loading: what is read is mapped, and goes straight into the shards."""
     torch.manual_seed(0)
@@ -313,6 +317,7 @@ def test_nothing_is_written_over_and_leftovers_are_removed(tmp_path: Path) -> No
 
 
 @multi_rank(2, full=(4,))
+@pytest.mark.full
 def test_a_rank_that_cannot_write(tmp_path: Path) -> None:
     """A full disk on the last: all raise the same, nothing is left, and the model is as it was."""
     model, last = shard(build(), "zero3"), dist.get_world_size() - 1
@@ -414,6 +419,7 @@ def llama(tied: bool) -> Any:
 
 
 @multi_rank(2)
+@pytest.mark.full
 @pytest.mark.parametrize("tied", [False, True])
 def test_from_pretrained_and_back(tied: bool, tmp_path: Path) -> None:
     plain, tokens = llama(tied).eval(), torch.arange(10).view(1, 10)

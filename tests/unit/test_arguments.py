@@ -25,6 +25,7 @@ from fsdp2.arguments import accepts
 from fsdp2.core.agreement import settings_of
 from fsdp2.core.state import states_below
 from tests.harness.fake import FakeWorlds
+from tests.unit.helpers import for_each
 
 WORLD_SIZE = 4
 
@@ -240,7 +241,7 @@ def put_wrong_values(call: Callable[..., Any], make: Callable[[], tuple[nn.Modul
 
 
 @pytest.mark.filterwarnings("ignore:reshard_after_forward=1")
-@pytest.mark.parametrize("name", list(SHARDING))
+@for_each("name", list(SHARDING))
 def test_functions_that_shard(name: str) -> None:
     def make() -> tuple[nn.Module, dict[str, Any]]:
         model = layers()
@@ -249,7 +250,7 @@ def test_functions_that_shard(name: str) -> None:
     put_wrong_values(getattr(fsdp2, name), make)
 
 
-@pytest.mark.parametrize("name", list(FUNCTIONS))
+@for_each("name", list(FUNCTIONS))
 def test_functions_on_sharded_models(name: str) -> None:
     def make() -> tuple[nn.Module, dict[str, Any]]:
         model = sharded()
@@ -259,12 +260,12 @@ def test_functions_on_sharded_models(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("name", list(METHODS))
+@for_each("name", list(METHODS))
 def test_methods(name: str) -> None:
     put_wrong_values(getattr(FSDPModule, name), lambda: (sharded(), METHODS[name]))
 
 
-@pytest.mark.parametrize("name", list(CLASSES))
+@for_each("name", list(CLASSES))
 def test_classes(name: str) -> None:
     kind: Any = getattr(fsdp2, name)
     problems: list[str] = []
@@ -297,7 +298,7 @@ def with_gradients() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("max_norm", [-1, -0.5, math.nan, torch.tensor(-1.0)])
+@for_each("max_norm", [-1, -0.5, math.nan, torch.tensor(-1.0)])
 def test_clipping_never_turns_gradients_round(max_norm: Any) -> None:
     model = with_gradients()
     before = [parameter.grad.to_local().clone() for parameter in model.parameters()]  # type: ignore[union-attr]
@@ -307,7 +308,7 @@ def test_clipping_never_turns_gradients_round(max_norm: Any) -> None:
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 
-@pytest.mark.parametrize("max_norm", [0, 1, 2.5, math.inf, torch.tensor(1.0)])
+@for_each("max_norm", [0, 1, 2.5, math.inf, torch.tensor(1.0)])
 def test_norms_to_clip_to(max_norm: Any) -> None:
     fsdp2.clip_grad_norm_(with_gradients().parameters(), max_norm)
 
@@ -330,7 +331,7 @@ CONTRADICTIONS: dict[str, Callable[[nn.Sequential], object]] = {
 }
 
 
-@pytest.mark.parametrize("what", list(CONTRADICTIONS))
+@for_each("what", list(CONTRADICTIONS))
 def test_contradictions(what: str) -> None:
     model = layers()
     with pytest.raises(FSDPError):

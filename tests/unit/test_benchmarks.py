@@ -21,7 +21,7 @@ from benchmarks.implementations import available, base_of, fake_process_group
 from benchmarks.memory import LiveBytes, union_length
 from benchmarks.models import LARGE_PARAMETERS, SMALL_PARAMETERS, ModelSpec, build_model
 from benchmarks.step import Phase
-from benchmarks.tables import Table
+from tests.unit.helpers import for_each
 
 KIB = 1 << 10
 
@@ -36,7 +36,7 @@ def fake_group() -> Iterator[None]:
 # Models
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("spec", "parameter_count"),
     [(SMALL_PARAMETERS, 389), (LARGE_PARAMETERS, 10), (ModelSpec("odd", 3, 5, 4, 4, bias=True), 20)],
 )
@@ -44,12 +44,6 @@ def test_models_have_the_advertised_number_of_parameters(spec: ModelSpec, parame
     model = build_model(spec)
     assert len(list(model.parameters())) == parameter_count
     assert len(list(model.blocks[0].parameters())) == spec.params_per_block
-
-
-def test_large_parameters_are_at_least_a_mebibyte_and_divide_evenly() -> None:
-    for parameter in build_model(LARGE_PARAMETERS).parameters():
-        assert parameter.nbytes >= 1 << 20
-        assert parameter.size(0) % 512 == 0
 
 
 # Counts
@@ -92,15 +86,6 @@ def test_copied_bytes_are_those_written() -> None:
         "aten::_to_copy": KIB // 2,
         "aten::clone": KIB,
     }
-
-
-def test_copies_into_several_outputs_count_all_of_them() -> None:
-    source = torch.ones(2, 192)
-    parts = [torch.empty(2, 64), torch.empty(2, 128)]
-    with OperationCounter() as counter:
-        torch.split_with_sizes_copy(source, [64, 128], dim=1, out=parts)
-        torch._chunk_cat([torch.ones(4, 8), torch.ones(4, 8)], dim=0, num_chunks=2, out=torch.empty(2, 32))
-    assert counter.counts.copied_bytes == {"aten::split_with_sizes_copy": 1536, "aten::_chunk_cat": 256}
 
 
 def test_operations_of_torchs_fully_shard_are_copies() -> None:
@@ -200,23 +185,6 @@ def test_ratios_are_paired_within_a_repetition() -> None:
     assert times.over_unsharded_us("fsdp2").median == pytest.approx(1.0)
 
 
-def test_tables_align_their_columns() -> None:
-    table = Table("A title", ["", "torch", "fsdp2"], notes=["a note"])
-    table.add("forward", "36.1", "7.2")
-    table.add("zero_grad", "1.5", "0.9")
-    assert table.render().splitlines() == [
-        "A title",
-        "-----------------------",
-        "           torch  fsdp2",
-        "-----------------------",
-        "forward     36.1    7.2",
-        "zero_grad    1.5    0.9",
-        "  a note",
-    ]
-    with pytest.raises(ValueError, match="has 3 columns, got 2 cells"):
-        table.add("backward", "1")
-
-
 def test_unknown_implementation_is_an_error() -> None:
     with pytest.raises(ValueError, match="unknown implementation 'fdsp2'"):
         available("fdsp2")
@@ -246,6 +214,7 @@ def test_command_prints_tables_and_writes_json(capsys: pytest.CaptureFixture[str
     assert large_fp32["torch"] == large_fp32["torch-again"]
 
 
+@pytest.mark.full
 def test_clipping_is_measured_beside_torchs(capsys: pytest.CaptureFixture[str]) -> None:
     clip.main(["--parameters", "6", "--repetitions", "2", "--world-size", "4"])
     printed = capsys.readouterr().out
@@ -253,6 +222,7 @@ def test_clipping_is_measured_beside_torchs(capsys: pytest.CaptureFixture[str]) 
     assert printed.splitlines()[-1].split() == ["collectives", "1", "1", "1.000"]
 
 
+@pytest.mark.full
 def test_programs_are_measured_beside_torchs(capsys: pytest.CaptureFixture[str]) -> None:
     programs.main(["--only", "AdamW", "clip_grad_norm_", "--world-size", "2", "--repetitions", "1"])
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[4:]]
@@ -261,6 +231,7 @@ def test_programs_are_measured_beside_torchs(capsys: pytest.CaptureFixture[str])
         assert 0 < int(ours) < int(torchs)
 
 
+@pytest.mark.full  # 6 s
 def test_optimizers_are_measured_beside_plain_tensors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "samples.json"
     small = ["--blocks", "1", "--repetitions", "2", "--world-size", "4", "--first-steps", "1,2"]
@@ -280,6 +251,7 @@ def test_optimizers_are_measured_beside_plain_tensors(capsys: pytest.CaptureFixt
     assert operations["AdamW foreach, fsdp2"] < operations["AdamW foreach, plain tensors"], "it steps on runs"
 
 
+@pytest.mark.full
 def test_single_operations_are_measured_beside_torchs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     micro.main(["--parameters", "3", "--repetitions", "2", "--world-size", "4", "--json", str(file)])
@@ -294,6 +266,7 @@ def test_single_operations_are_measured_beside_torchs(capsys: pytest.CaptureFixt
         assert 0 < calls["fsdp2"] < calls["torch"]
 
 
+@pytest.mark.full
 def test_the_first_step_is_measured_in_new_processes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     first_step.main(["--blocks", "1", "--repetitions", "1", "--world-size", "4", "--json", str(file)])
@@ -353,6 +326,7 @@ def test_an_unknown_way_to_compile_is_an_error(capsys: pytest.CaptureFixture[str
     assert "unknown: torch-whole; there are unsharded-whole" in capsys.readouterr().err
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["torch", "fsdp2"])
 def test_the_llama_step_is_rehearsed_on_the_cpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The wire is slower than the host: it is what a step lasts."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fsdp2.optim.ordinary import VECTORS_BYTES
 from tests.harness.compare import FUSED, difference
+from tests.unit.helpers import for_each
 
 NUMEL = 203  # no multiple of any vector
 LENGTHS = (1, 3, 5, 8, 9, 15, 17, 31, 33, 50, 97)
@@ -65,6 +66,7 @@ def trained(make: Optimizer, values: Tensor, gradients: Tensor) -> Tensor:
 FLOAT64 = pytest.param(torch.float64, marks=pytest.mark.full)  # 1.5 s
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [torch.float32, FLOAT64], ids=str)
 @pytest.mark.parametrize("name", ALIKE)
 def test_steps_on_a_piece_are_those_on_the_whole(name: str, dtype: torch.dtype) -> None:
@@ -78,6 +80,7 @@ def test_steps_on_a_piece_are_those_on_the_whole(name: str, dtype: torch.dtype) 
         assert torch.equal(trained(ALIKE[name], values[piece], gradients[piece]), whole[piece]), piece
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", OTHERWISE)
 def test_fused_steps_on_a_piece_are_those_on_the_whole_but_for_the_last_bits(name: str) -> None:
     """Their kernels contract a product and a sum in the scalar code of a tail, not in vectors, or the reverse."""
@@ -88,6 +91,7 @@ def test_fused_steps_on_a_piece_are_those_on_the_whole_but_for_the_last_bits(nam
         assert difference(found, whole[piece], FUSED) is None, piece
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", OTHERWISE)
@@ -110,7 +114,7 @@ def test_fused_steps_on_pieces_that_fill_vectors_are_those_on_the_whole(
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@for_each("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_reductions_over_ranks_round_alike(dtype: torch.dtype) -> None:
     """What the engine itself does to gradients: sums, a division by the number of ranks, factors, casts."""
     a, b = torch.randn(NUMEL).to(dtype), torch.randn(NUMEL).to(dtype)

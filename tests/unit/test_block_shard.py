@@ -11,6 +11,7 @@ import torch
 from torch.distributed.tensor import Placement, Shard
 
 from fsdp2 import BlockShard, FSDPError, FSDPNotImplementedError, FSDPValueError
+from tests.unit.helpers import for_each
 
 
 def test_it_is_a_placement_of_its_own_kind() -> None:
@@ -26,7 +27,7 @@ def test_it_is_a_placement_of_its_own_kind() -> None:
         placement.block_numels = (4,)
 
 
-@pytest.mark.parametrize("given", [((),), ((1, -1),), ((True,),), ((0,),), ((1,), (0,)), ((1, 2), (1,)), (5,)], ids=str)
+@for_each("given", [((),), ((1, -1),), ((True,),), ((0,),), ((1,), (0,)), ((1, 2), (1,)), (5,)])
 def test_what_is_no_blocks(given: Any) -> None:
     with pytest.raises(FSDPError):
         BlockShard(*given)
@@ -52,7 +53,7 @@ def test_boxes_by_hand() -> None:
     assert placement.boxes((3, 4, 5), 12, 12) == []
 
 
-@pytest.mark.parametrize(("shape", "k"), [((3, 4, 5), 2), ((3, 4, 5), 3), ((2, 3, 2, 2), 3), ((1, 3, 4), 2)])
+@for_each(("shape", "k"), [((3, 4, 5), 2), ((3, 4, 5), 3), ((2, 3, 2, 2), 3), ((1, 3, 4), 2)])
 def test_boxes_are_the_rows_one_after_the_other(shape: tuple[int, ...], k: int) -> None:
     """Every run of rows, compared with what a view of the whole has there."""
     placement, whole = BlockShard.split_leading(shape, k), torch.arange(torch.Size(shape).numel()).view(shape)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import fsdp2
 from tests.harness.torch_api import assert_takes_the_same
+from tests.unit.helpers import for_each
 
 ORDERS = [2.0, 1.0, 3.0, 0.5, float("inf"), "inf", 2, 0.0]
 NAMES = ["clip_grad_norm_", "get_total_norm", "clip_grads_with_norm_"]
@@ -40,7 +41,7 @@ def clipped(clip: Callable[..., Tensor], every: list[nn.Parameter], *args: Any, 
     return [norm, *(each.grad for each in every if each.grad is not None)]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@for_each("name", NAMES)
 def test_clipping_takes_torchs_arguments(name: str) -> None:
     assert_takes_the_same(getattr(torch.nn.utils, name), getattr(fsdp2, name))
 
@@ -51,9 +52,9 @@ def test_the_swap_leaves_torchs_alone() -> None:
     assert not set(NAMES) & {each.name for each in counterparts()}
 
 
-@pytest.mark.parametrize("foreach", [None, True, False])
-@pytest.mark.parametrize("max_norm", [0.5, 100.0, float("inf"), 1])
-@pytest.mark.parametrize("norm_type", ORDERS)
+@for_each("foreach", [None, True, False])
+@for_each("max_norm", [0.5, 100.0, float("inf"), 1])
+@for_each("norm_type", ORDERS)
 def test_plain_gradients_are_clipped_as_by_torch(norm_type: float, max_norm: float, foreach: bool | None) -> None:
     mine, yours = (
         clipped(clip, of_some_size(parameters()), max_norm, norm_type, foreach=foreach)
@@ -80,7 +81,7 @@ def test_order_zero_counts_gradients_that_are_not_all_zero(dtype: torch.dtype, f
     assert fsdp2.get_total_norm([torch.tensor([0j, 1j]), torch.tensor([0j])], 0) == 1
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@for_each("norm_type", [2.0, 1.0, float("inf")])
 def test_empty_tensors_count_for_nothing(norm_type: float) -> None:
     every = parameters()
     whole = torch.cat([each.grad.flatten() for each in every if each.grad is not None])
@@ -114,8 +115,8 @@ def test_nothing_to_clip(clip: Callable[..., Tensor]) -> None:
     assert "empty generator" in str(warning.message) and warning.filename == __file__
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@for_each("value", [float("nan"), float("inf")])
+@for_each("norm_type", [2.0, 1.0, float("inf")])
 def test_a_norm_that_is_not_finite(norm_type: float, value: float) -> None:
     mine, yours = parameters()[:2], parameters()[:2]
     for every in (mine, yours):
@@ -153,7 +154,7 @@ def test_complex_gradients() -> None:
     assert fsdp2.get_total_norm([gradient]) == 5.0 and fsdp2.get_total_norm([gradient]).dtype == torch.float32
 
 
-@pytest.mark.parametrize("norm_type", [-1.0, float("-inf"), float("nan")])
+@for_each("norm_type", [-1.0, float("-inf"), float("nan")])
 def test_other_orders_are_refused(norm_type: float) -> None:
     with pytest.raises(fsdp2.FSDPValueError, match=r"norm_type must be a number >= 0 or inf"):
         fsdp2.clip_grad_norm_(parameters(), 1.0, norm_type)

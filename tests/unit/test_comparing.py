@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import doctest
 
-import pytest
-
 import fsdp2.checkpoint.comparing
 import fsdp2.checkpoint.optimizers
 import fsdp2.checkpoint.ranks
 from fsdp2.checkpoint.comparing import Difference, hint_of_names, table
 from fsdp2.checkpoint.ranks import who_has
+from tests.unit.helpers import for_each
 
 MODEL = [f"blocks.{index}.{name}" for index in range(3) for name in ("up.weight", "up.bias")]
 
 
-@pytest.mark.parametrize("module", [fsdp2.checkpoint.comparing, fsdp2.checkpoint.optimizers, fsdp2.checkpoint.ranks])
+@for_each("module", [fsdp2.checkpoint.comparing, fsdp2.checkpoint.optimizers, fsdp2.checkpoint.ranks])
 def test_examples(module: object) -> None:
     assert doctest.testmod(module).failed == 0  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "model.", "module._orig_mod.", "state.net."])
+@for_each("prefix", ["module.", "_orig_mod.", "model.", "module._orig_mod.", "state.net."])
 def test_a_prefix_is_found_and_its_remedy_works(prefix: str) -> None:
     hint = hint_of_names(MODEL, [prefix + name for name in MODEL])
     assert hint.startswith(f"6 names fit without their '{prefix}'")
@@ -39,7 +38,7 @@ def test_what_wraps_blocks_is_found() -> None:
     assert [rename(name) for name in saved] == MODEL
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("missing", "unexpected"),
     [([], []), (MODEL, []), ([], MODEL), (MODEL, ["a.weight", "b.bias"]), (MODEL, [f"ema.{MODEL[0]}", "a.b", "c.d"])],
 )

@@ -27,6 +27,7 @@ from fsdp2.compat.__main__ import Program, UsageError, main, parse
 from fsdp2.compat.names import HOME, counterparts, counterparts_of_fsdp1, torchs_own
 from fsdp2_switch import AfterImport, switched_on
 from tests.harness import FakeWorlds
+from tests.unit.helpers import for_each
 
 # Other tests of this process may have imported torch's names, or sharded with them.
 pytestmark = pytest.mark.filterwarnings("ignore:fsdp2.compat.install:UserWarning")
@@ -52,13 +53,15 @@ def bindings(names: list[str]) -> dict[str, object]:
     return {f"{name}.{key}": value for name in names for key, value in vars(module(name)).items()}
 
 
+@pytest.mark.full
 def test_everything_public_in_torch_has_a_counterpart() -> None:
     with install() as swap:
         assert swap.lacking == ()
     assert set(torch.distributed.fsdp._fully_shard.__all__) <= set(NAMES)
 
 
-@pytest.mark.parametrize("name", PUBLIC_MODULES)
+@pytest.mark.full
+@for_each("name", PUBLIC_MODULES)
 def test_names_are_replaced_and_put_back(name: str) -> None:
     before = bindings([name])
     held = [key for key in NAMES if key in vars(module(name))]
@@ -75,6 +78,7 @@ def test_names_are_replaced_and_put_back(name: str) -> None:
     assert bindings([name]) == before
 
 
+@pytest.mark.full
 def test_what_imports_later_gets_ours() -> None:
     with install():
         scope: dict[str, object] = {}
@@ -103,6 +107,7 @@ def test_what_programs_import_from_where_it_is_defined_is_ours() -> None:
     assert type(module(HOME)) is ModuleType
 
 
+@pytest.mark.full
 def test_torchs_implementation_stays_intact() -> None:
     private = [f"torch.distributed.fsdp._fully_shard.{name}" for name in ("_fsdp_api", "_fsdp_common")]
     private.append("torch.distributed._composable.replicate_with_fsdp")
@@ -118,27 +123,16 @@ def test_torchs_implementation_stays_intact() -> None:
     assert torchs_own("get_cls_to_fsdp_cls") is own["get_cls_to_fsdp_cls"]
 
 
-def test_the_swap_says_what_it_replaced() -> None:
-    with install() as swap:
-        lines = str(swap).splitlines()
-    assert "torch.distributed.fsdp.fully_shard -> fsdp2.core.shard.fully_shard" in lines
-    assert "torch.distributed._composable.fsdp.FSDPModule -> fsdp2.core.module.FSDPModule" in lines
-    assert len(lines) == len(set(lines)) >= len(swap.replacements)
-
-
 def test_installing_twice_changes_nothing_more() -> None:
+    """Nor does uninstalling twice, or an exception."""
     before = bindings(PUBLIC_MODULES)
-    with install():
+    with pytest.raises(KeyboardInterrupt), install() as swap:
+        assert isinstance(swap, Swap)
         with install() as inner:
             assert inner.replacements == []
         assert torch.distributed.fsdp.fully_shard is fsdp2.fully_shard
+        raise KeyboardInterrupt
     assert bindings(PUBLIC_MODULES) == before
-
-
-def test_uninstalling_twice_changes_nothing_more() -> None:
-    before = bindings(PUBLIC_MODULES)
-    swap = install()
-    swap.uninstall()
     swap.uninstall()
     assert bindings(PUBLIC_MODULES) == before
     with install():
@@ -146,13 +140,7 @@ def test_uninstalling_twice_changes_nothing_more() -> None:
         assert torch.distributed.fsdp.fully_shard is fsdp2.fully_shard
 
 
-def test_an_exception_inside_puts_the_names_back_and_comes_through() -> None:
-    before = bindings(PUBLIC_MODULES)
-    with pytest.raises(KeyboardInterrupt), install():
-        raise KeyboardInterrupt
-    assert bindings(PUBLIC_MODULES) == before
-
-
+@pytest.mark.full
 def test_a_name_that_fsdp2_lacks_stays_torchs_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     torchs = torch.distributed.fsdp.share_comm_ctx
     monkeypatch.setattr(fsdp2, "__all__", [name for name in fsdp2.__all__ if name != "share_comm_ctx"])
@@ -262,6 +250,7 @@ def test_replicated_modules_are_data_parallel_ones_too(simulate: FakeWorlds, mon
         assert not isinstance(model[0], own) and issubclass(own, public.FSDPModule)
 
 
+@pytest.mark.full
 def test_pipelining_knows_modules_of_both(pipelining: list[ModuleType]) -> None:
     torchs, ours = torchs_own("FSDPModule"), fsdp2.FSDPModule
     assert isinstance(torchs, type)
@@ -426,7 +415,7 @@ def installed(tmp_path: Path) -> tuple[Path, str]:
     [
         pytest.param(["-m", "fsdp2.compat", "program.py"], "0", OURS, marks=pytest.mark.full),  # 6 to 9 s
         pytest.param(["program.py"], "1", OURS, marks=pytest.mark.full),  # 5 s
-        (["program.py", "--here"], "1", OURS),
+        pytest.param(["program.py", "--here"], "1", OURS, marks=pytest.mark.full),  # 5 s
         pytest.param(["program.py"], "0", TORCHS, marks=pytest.mark.full),  # 5 s
     ],
     ids=["the command, spawned", "switched on, spawned", "switched on", "switched off, spawned"],
@@ -509,7 +498,7 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert parse(["--help"]) is None
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("arguments", "message"),
     [
         ([], "no program named"),
@@ -534,12 +523,6 @@ def test_wrong_use_ends_with_the_usage(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit) as ended:
         main()
     assert str(ended.value).startswith("fsdp2.compat: no such file: missing.py\n\nusage: python -m fsdp2.compat")
-
-
-def test_a_swap_is_what_install_returns() -> None:
-    swap = install()
-    assert isinstance(swap, Swap)
-    swap.uninstall()
 
 
 # The state of a module

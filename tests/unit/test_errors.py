@@ -28,6 +28,7 @@ from fsdp2 import (
     fully_shard,
 )
 from tests.harness.fake import FakeWorlds
+from tests.unit.helpers import for_each
 
 WORLD_SIZE = 8
 
@@ -55,22 +56,6 @@ class Scaled(nn.Module):
         return self.inner(x) * self.inner.temperature
 
 
-class Layers(nn.ModuleList):
-    """A ModuleList that can be called."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self:
-            x = layer(x)
-        return x
-
-
-class Heads(nn.ModuleDict):
-    """A ModuleDict that can be called."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self["a"](x) + self["b"](x)
-
-
 class SilentLayers(nn.ModuleList):
     """A ModuleList that still cannot."""
 
@@ -78,7 +63,7 @@ class SilentLayers(nn.ModuleList):
 # ---- the classes ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("error", "builtin"),
     [
         (FSDPValueError, ValueError),
@@ -95,7 +80,7 @@ def test_errors_are_kin_of_the_builtin_ones(error: type[Exception], builtin: typ
 # ---- what is passed ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("module", "found"),
     [
         (torch.zeros(3), "Tensor"),
@@ -105,7 +90,6 @@ def test_errors_are_kin_of_the_builtin_ones(error: type[Exception], builtin: typ
         ([nn.Linear(2, 2), torch.relu], "builtin_function_or_method"),
         ({"a": nn.Linear(2, 2)}, "dict"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_not_a_module(module: Any, found: str) -> None:
     with pytest.raises(FSDPTypeError, match=f"nn.Module or a list of them, got {found}"):
@@ -145,7 +129,7 @@ def with_own_state() -> nn.Module:
     return module
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("make", "name"),
     [
         (lambda: OwnUnshard(4, 4), "unshard"),
@@ -165,21 +149,14 @@ def test_a_module_with_a_name_that_sharded_modules_have(make: Callable[[], nn.Mo
     assert type(module) is kind and not isinstance(next(module.parameters()), DTensor)
 
 
-@pytest.mark.parametrize("container", [nn.ModuleList, nn.ModuleDict, SilentLayers])
+@for_each("container", [nn.ModuleList, nn.ModuleDict, SilentLayers])
 def test_container_without_forward(container: Callable[..., nn.Module]) -> None:
     layers = container({"a": nn.Linear(2, 2)} if container is nn.ModuleDict else [nn.Linear(2, 2)])
     with pytest.raises(FSDPValueError, match=f"{container.__name__}.*no forward.*the modules inside"):
         fully_shard(layers)
 
 
-@pytest.mark.parametrize("container", [Layers([nn.Linear(4, 4)]), Heads({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})])
-def test_container_with_a_forward_is_fine(container: nn.Module) -> None:
-    fully_shard(container)
-    assert isinstance(container, FSDPModule)
-    container(torch.zeros(2, 4))
-
-
-@pytest.mark.parametrize("value", ["yes", 1.5, [True], torch.tensor(True)])
+@for_each("value", ["yes", 1.5, [True], torch.tensor(True)])
 def test_reshard_after_forward_of_a_wrong_type(value: Any) -> None:
     model = two_layers()
     with pytest.raises(FSDPValueError, match="reshard_after_forward must be"):  # of torch: ValueError
@@ -276,13 +253,6 @@ def test_grandparent_before_child_names_the_owner() -> None:
         fully_shard(model[0][0])
 
 
-def test_parameter_shared_inside_one_group_stays_shared() -> None:
-    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-    model[1].weight = model[0].weight
-    fully_shard([model[0], model[1]])
-    assert model[0].weight is model[1].weight and isinstance(model[0].weight, DTensor)
-
-
 @pytest.mark.parametrize("index", [0, 2])
 def test_parameters_of_a_list_are_named_by_their_own_modules(index: int) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
@@ -338,20 +308,6 @@ def test_a_refused_call_leaves_a_model_that_can_still_be_sharded() -> None:
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
     fully_shard(model, ignored_params=[model[1].weight, model[1].bias])
     assert isinstance(model[0][0].weight, DTensor)
-
-
-def test_a_world_of_one_needs_no_special_case(simulate: FakeWorlds) -> None:
-    simulate(1)
-    model = fully_shard(two_layers())
-    model(torch.randn(2, 5)).sum().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-def test_worlds_do_not_leak_into_each_other(simulate: FakeWorlds) -> None:
-    for rank in range(2):
-        simulate(2, rank)
-        model = fully_shard(two_layers())
-        assert model[1].weight.to_local().shape == (2 - rank, 7)
 
 
 def test_a_mesh_that_is_one_dim_of_a_larger_one() -> None:

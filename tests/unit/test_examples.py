@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import signal
 import sys
@@ -17,20 +16,19 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import train_check
 from lm.batches import BatchLayout, ShuffledWindows, cut_windows
-from lm.bigram import BigramTable
 from lm.build import build_on_meta, build_unsharded, initial_value
-from lm.data import HELD_OUT_EVERY, load_corpus, split, standard_library_files
+from lm.data import HELD_OUT_EVERY, load_corpus, split
 from lm.errors import UserError
-from lm.evaluation import spread_windows
 from lm.interruption import StopRequest
-from lm.model import DEFAULT_SIZE, SIZES, ModelSize, next_byte_loss
+from lm.model import DEFAULT_SIZE, SIZES, ModelSize
 from lm.optimization import CosineSchedule
 from lm.options import parse_options
 from lm.parallelism import Arrangement
-from lm.plotting import plot_loss, plot_metrics
 from lm.run_directory import RunDirectory
 from lm.tensor_parallel import check_divides, tensor_parallel_plan
 from lm.trainer import choose_precision
+
+from tests.unit.helpers import for_each
 
 TOY = ModelSize(width=16, layer_count=2, head_count=4, kv_head_count=2, hidden_width=24)
 
@@ -43,8 +41,8 @@ def text_of(byte_count: int) -> np.ndarray:
 # Batches
 
 
-@pytest.mark.parametrize("accumulate", [1, 2, 4])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@for_each("accumulate", [1, 2, 4])
+@for_each("world_size", [1, 2, 4])
 def test_a_step_has_the_same_samples_on_any_number_of_ranks(world_size: int, accumulate: int) -> None:
     layouts = [BatchLayout(batch=16, accumulate=accumulate, rank=r, world_size=world_size) for r in range(world_size)]
     seen = [layout.samples(3, microbatch) for microbatch in range(accumulate) for layout in layouts]
@@ -81,14 +79,6 @@ def test_targets_are_the_inputs_one_byte_on() -> None:
     assert targets[1].tolist() == text[25:30].tolist()
 
 
-def test_evaluation_windows_lie_within_the_text_and_do_not_overlap() -> None:
-    starts = spread_windows(text_of(1000), context=90, count=50)
-    assert len(starts) == 11
-    assert starts[0] == 0
-    assert starts[-1] + 90 + 1 == 1000
-    assert np.diff(starts).min() >= 90
-
-
 # Meshes
 
 
@@ -106,18 +96,6 @@ def test_a_mesh_that_does_not_fit_the_ranks_names_the_numbers() -> None:
         Arrangement(replicate=2, tp=4, world_size=12)
 
 
-@pytest.mark.parametrize(
-    ("replicate", "tp", "words"),
-    [
-        (1, 1, "sharded over 8 ranks"),
-        (2, 2, "sharded over 2 ranks, replicated over 2, split over 2 tensor-parallel ranks"),
-        (1, 8, "split over 8 tensor-parallel ranks"),
-    ],
-)
-def test_arrangements_in_words(replicate: int, tp: int, words: str) -> None:
-    assert Arrangement(replicate=replicate, tp=tp, world_size=8).describe() == words
-
-
 def test_the_plan_splits_every_module_that_has_parameters() -> None:
     plan = tensor_parallel_plan()
     modules = dict(build_on_meta(TOY, torch.float32).named_modules())
@@ -126,7 +104,7 @@ def test_the_plan_splits_every_module_that_has_parameters() -> None:
     assert all(any(fnmatchcase(name, pattern) for name in modules) for pattern in plan)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("tp", "context", "message"),
     [
         (3, 30, "--tp 3 does not divide the 4 attention heads"),
@@ -139,7 +117,7 @@ def test_a_model_that_cannot_be_split_is_refused(tp: int, context: int, message:
         check_divides(tp, TOY, context=context)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("device", "arguments", "expected"),
     [
         ("cpu", [], (torch.float32, torch.float32, torch.float32)),
@@ -169,13 +147,6 @@ def test_of_few_files_the_ends_are_held_out() -> None:
     assert held_out.tobytes() == b"b" * 5 + b"\x00" + b"d" * 2
 
 
-def test_the_default_text_is_the_standard_library_in_a_fixed_order() -> None:
-    files = standard_library_files()
-    assert list(files) == sorted(files, key=lambda path: path.parts)
-    assert any(path.name == "argparse.py" for path in files)
-    assert not any("site-packages" in path.parts for path in files)
-
-
 @pytest.mark.parametrize(
     ("name", "contents", "message"),
     [
@@ -195,16 +166,6 @@ def test_unusable_data_is_refused(tmp_path: Path, name: str, contents: bytes | N
 # Baseline, schedule, plot
 
 
-def test_bigram_bits_of_a_known_text() -> None:
-    # "a" is followed three times by "b", so each of 256 bytes after it counts 1, and "b" 3 more.
-    table = BigramTable.fit(np.frombuffer(b"abababa", dtype=np.uint8))
-    a, b, c = (np.array([ord(letter)]) for letter in "abc")
-    assert table.bits_per_byte(a, b) == pytest.approx(math.log2(259 / 4))
-    assert table.bits_per_byte(a, c) == pytest.approx(math.log2(259))
-    assert table.bits_per_byte(c, c) == pytest.approx(8.0)
-    assert np.exp2(-table.bits).sum(axis=1) == pytest.approx(np.ones(256))
-
-
 def test_the_learning_rate_rises_then_falls_to_a_twentieth() -> None:
     schedule = CosineSchedule(peak=2.0, warmup_steps=4, total_steps=24)
     assert [schedule(step) for step in range(4)] == [0.5, 1.0, 1.5, 2.0]
@@ -215,21 +176,10 @@ def test_the_learning_rate_rises_then_falls_to_a_twentieth() -> None:
     assert CosineSchedule(peak=2.0, warmup_steps=0, total_steps=1)(0) == 2.0
 
 
-def test_the_loss_is_drawn(tmp_path: Path) -> None:
-    metrics = [{"step": step, "loss": 3.0 / step} for step in range(1, 9)] + [{"step": 8, "held_out_loss": 2.0}]
-    plot_loss(tmp_path / "loss.png", metrics, bigram_bits=3.5)
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_costs_are_drawn_though_some_are_not_known(tmp_path: Path) -> None:
-    metrics = [{"step": step, "tokens_per_second": 10.0, "gradient_norm": 1.0} for step in range(1, 4)]
-    plot_metrics(tmp_path / "metrics.png", [*metrics, {"step": 3, "held_out_loss": 2.0}])
-    assert (tmp_path / "metrics.png").read_bytes().startswith(b"\x89PNG")
-
-
 # Model
 
 
+@pytest.mark.full
 def test_the_sizes_have_the_parameter_counts_they_are_named_for() -> None:
     counts = {
         name: sum(parameter.numel() for parameter in build_on_meta(size, torch.float32).parameters())
@@ -238,13 +188,6 @@ def test_the_sizes_have_the_parameter_counts_they_are_named_for() -> None:
     assert counts[DEFAULT_SIZE] == 2_541_312
     named_for = {"tiny": 2.5e6, "small": 26e6, "125m": 125e6, "350m": 350e6, "1b": 1e9, "3b": 3e9, "8b": 8e9}
     assert counts == pytest.approx(named_for, rel=0.1)
-
-
-def test_a_size_that_cannot_be_built_is_refused() -> None:
-    with pytest.raises(ValueError, match="even head width"):
-        ModelSize(width=24, layer_count=1, head_count=8, kv_head_count=8, hidden_width=8)
-    with pytest.raises(ValueError, match="cannot share 3 keys"):
-        ModelSize(width=16, layer_count=1, head_count=4, kv_head_count=3, hidden_width=8)
 
 
 def test_initial_weights_depend_on_name_and_seed_alone() -> None:
@@ -265,26 +208,6 @@ def test_no_position_sees_what_comes_after_it() -> None:
     difference = (model(text) - model(changed)).abs().amax(dim=-1)[0]
     assert difference[:7].max() == 0
     assert difference[7:].min() > 0
-
-
-def test_computing_blocks_again_changes_no_gradient() -> None:
-    plain = build_unsharded(TOY, seed=0)
-    again = copy.deepcopy(plain)
-    again.checkpoint_blocks = True
-    inputs, targets = cut_windows(text_of(40), np.array([0]), context=32)
-    for model in (plain, again):
-        next_byte_loss(model, inputs, targets).backward()
-    pairs = zip(plain.parameters(), again.parameters(), strict=True)
-    assert all(torch.equal(one.grad, other.grad) for one, other in pairs)
-
-
-def test_the_loss_before_training_is_that_of_a_guess_and_reaches_every_parameter() -> None:
-    model = build_unsharded(TOY, seed=0)
-    inputs, targets = cut_windows(text_of(200), np.arange(0, 160, 32), context=32)
-    loss = next_byte_loss(model, inputs, targets)
-    assert loss.item() == pytest.approx(math.log(256), rel=0.2)
-    loss.backward()
-    assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in model.parameters())
 
 
 # The check against unsharded training
@@ -315,7 +238,7 @@ def test_the_check_names_the_first_wrong_step(wrong: train_check.Step, capsys: p
 # Options, run folder, Ctrl-C
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("arguments", "message"),
     [
         (["--size", "huge"], "argument --size: invalid choice: 'huge'"),

@@ -21,15 +21,16 @@ import torch.distributed as dist
 
 from extras.gpu_check import clock
 from extras.gpu_check.batch import BATCHES, RAISED, Program, found_by, judged
-from extras.gpu_check.beside_torch import CASES, OF_NCCL, difference
-from extras.gpu_check.clock import lanes, run_all
+from extras.gpu_check.beside_torch import difference
+from extras.gpu_check.clock import run_all
 from extras.gpu_check.faults import FAULTS
 from extras.gpu_check.jobs import BATCH, BETWEEN, JOBS, RIGHT, TIMES, Job, Place, chosen
 from extras.gpu_check.machine import ROOT, Machine
 from extras.gpu_check.programs import alignment, backend, host_time, kernels, memory, reduce_overhead
-from extras.gpu_check.report import JSON, MARKDOWN, MOST_BYTES, MOST_LINES, Cut, Report, Verdict, judge, skipped
+from extras.gpu_check.report import JSON, MARKDOWN, Cut, Report, Verdict, judge, skipped
 from extras.gpu_check.says import COMPLAINTS, SKIPPED, WHAT, Found, said_in
 from extras.gpu_check.trace import kernels_in, ranges_in
+from tests.unit.helpers import for_each
 
 CPU, GPU = Place("cpu", 2), Place("cuda", 1)
 PROGRAMS = {each.title: each for batch in BATCHES.values() for each in batch if not each.plants}
@@ -117,6 +118,7 @@ def in_python(text: str, *module: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.full  # 9 s
 def test_after_a_program_that_raises_the_next_one_has_a_process_of_its_own() -> None:
     programs = [Program("recovery"), Program("mixed_dtypes")]  # it is not told what is to fail
     done = in_python(f"from extras.gpu_check.batch import *\nprint(run({programs!r}, 'cpu', 1))")
@@ -192,13 +194,13 @@ MEASURED: list[tuple[Callable[..., list[str]], dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("judged, differing, says", MEASURED, ids=[says for _, _, says in MEASURED])
+@for_each("judged, differing, says", MEASURED)
 def test_measurements_are_judged(judged: Callable[..., list[str]], differing: dict[str, Any], says: str) -> None:
     assert judged() == []
     assert any(says in complaint for complaint in judged(**differing))
 
 
-@pytest.mark.parametrize(
+@for_each(
     "version, before, name, fuses, says",
     [
         ("2.13.0", False, "nccl", True, ""),
@@ -221,11 +223,6 @@ def test_what_differs_from_torch_is_measured() -> None:
     assert difference([one], [one]) == 0.0
     assert difference([one], [torch.tensor([2.0, 4.0])]) == pytest.approx(0.25)
     assert difference([nan], [one]) == difference([one], [nan]) == difference([one], [one[:1]]) == math.inf
-
-
-def test_the_cases_and_worlds_that_they_fit() -> None:
-    assert len(CASES) == 15 and sum(case.fits(2) for case in CASES.values()) == 14
-    assert sum(case.fits(1) for case in {**CASES, **OF_NCCL}.values()) == 14
 
 
 # -- jobs
@@ -268,16 +265,6 @@ def test_jobs_are_chosen_by_name_in_their_order() -> None:
         chosen("wire")
 
 
-def test_a_command_says_where_it_runs() -> None:
-    by_name = {job.name: job for job in JOBS}
-    assert by_name["nccl"].arguments(Place("cuda", 8))[2:] == [
-        *("extras.gpu_check.beside_torch", "nccl", "--ranks", "8", "--device", "cuda")
-    ]
-    assert "tiny" in by_name["8B"].arguments(CPU) and "tiny" not in by_name["8B"].arguments(GPU)
-    assert by_name["memcheck"].arguments(GPU)[0] == "compute-sanitizer"
-    assert lanes(GPU, machine()) == 6 and lanes(GPU, machine(is_exclusive=True)) == 1
-
-
 # -- what becomes of a job
 
 
@@ -299,7 +286,7 @@ def job(name: str = "one", text: str = "", limit_s: int = 60, **more: Any) -> Do
     return Does(name, "Is it?", "It is not.", BATCH, limit_s, text=text, **more)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "output, status, cut, became, reasons",
     [
         (line("a"), 0, Cut.NONE, "passed", []),
@@ -332,6 +319,7 @@ def says(what: str = "a", *, seconds: float = 0.0) -> str:
     return f"import time; time.sleep({seconds}); print({line(what).strip()!r}, flush=True)"
 
 
+@pytest.mark.full
 def test_a_job_that_hangs_or_dies_loses_nothing_of_the_others() -> None:
     hangs = (
         "import subprocess, sys, time\n"
@@ -359,6 +347,7 @@ def is_running(process: int) -> bool:
         return False
 
 
+@pytest.mark.full
 def test_it_ends_before_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clock, "LEAST_SECONDS", 1.0)
     monkeypatch.setattr(clock, "SECONDS_TO_WRITE", 1.0)
@@ -369,6 +358,7 @@ def test_it_ends_before_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found["late"].reasons == ["no time was left"] and found["late"].is_for_time
 
 
+@pytest.mark.full
 def test_right_or_wrong_runs_beside_each_other_and_what_is_measured_alone(tmp_path: Path) -> None:
     def notes(name: str) -> str:
         text = f"f = open({str(tmp_path / 'order')!r}, 'a'); f.write('+{name} '); f.flush(); {says(seconds=1.0)}"
@@ -438,20 +428,10 @@ def test_a_report_says_everything(tmp_path: Path) -> None:
     }
 
 
-def test_a_report_is_short_whatever_was_said(tmp_path: Path) -> None:
-    jobs = [job(f"job{index}") for index in range(40)]
-    report = Report(tmp_path, machine(), GPU, jobs)
-    long = "".join(line(f"part {index}", "wrong " * 2000, figures=list(range(1000))) for index in range(3))
-    for each in jobs[1:]:
-        report.verdicts[each.name] = judge(each, 1, Cut.NONE, 3.0, long)
-    report.add(jobs[0], skipped("no time was left"))
-    assert len((tmp_path / MARKDOWN).read_text().splitlines()) <= MOST_LINES
-    assert len((tmp_path / JSON).read_bytes()) < MOST_BYTES
-
-
 # -- the whole
 
 
+@pytest.mark.full
 def test_failures_of_pytest_are_said(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text("def test_good(): pass\ndef test_bad(): assert 1 == 2\n")
     done = in_python(str(tmp_path / "test_it.py"), "extras.gpu_check.tests")
@@ -460,6 +440,7 @@ def test_failures_of_pytest_are_said(tmp_path: Path) -> None:
     assert counts == {WHAT: "tests", COMPLAINTS: [], "passed": 1, "failed": 1} and done.returncode == 1
 
 
+@pytest.mark.full  # 40 s
 def test_the_rehearsal(tmp_path: Path) -> None:
     """Its short form: on a busy machine some of it finds no time."""
     names = ("copies", "failures", "1B", "nccl")

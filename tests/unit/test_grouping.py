@@ -17,7 +17,6 @@ from tests.harness.shared.grouped_models import (
     GPT,
     EncoderDecoder,
     GPTBlock,
-    LlamaDecoderLayer,
     LlamaForCausalLM,
     Recommender,
     ResNet,
@@ -27,6 +26,7 @@ from tests.harness.shared.grouped_models import (
     Torchs,
     Unequal,
 )
+from tests.unit.helpers import for_each
 
 MIB = 2**20
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -60,6 +60,7 @@ LlamaForCausalLM: 35 groups, 15.0 GiB of parameters in torch.bfloat16 (max_bytes
     )
 
 
+@pytest.mark.full
 def test_a_block_above_max_bytes_is_split() -> None:
     assert_expected_inline(
         str(choose(lambda: LlamaForCausalLM(80, 8192, 1024, 28672), mp_policy=BF16)),
@@ -95,21 +96,6 @@ EncoderDecoder: 14 groups, 231.0 MiB of parameters in own dtypes (max_bytes 1.0 
   encoder.block.0-5  EncoderLayer    6 x 12.0 MiB  a block: one of 6 of its class in a ModuleList
   decoder.block.0-5  DecoderLayer    6 x 16.0 MiB  a block: one of 6 of its class in a ModuleList
   (model)            EncoderDecoder       4.0 KiB  the rest""",
-    )
-
-
-def test_resnet() -> None:
-    assert_expected_inline(
-        str(choose(ResNet)),
-        """\
-ResNet: 14 groups, 97.5 MiB of parameters in own dtypes (max_bytes 1.0 GiB, min_bytes 1.0 MiB)
-  layer2.0    Bottleneck       1.4 MiB  a block: one of 4 of its class in a Sequential
-  layer2.1-3  Bottleneck   3 x 1.1 MiB  a block: one of 4 of its class in a Sequential
-  layer3.0    Bottleneck       5.8 MiB  a block: one of 6 of its class in a Sequential
-  layer3.1-5  Bottleneck   5 x 4.3 MiB  a block: one of 6 of its class in a Sequential
-  layer4.0    Bottleneck      23.0 MiB  a block: one of 3 of its class in a Sequential
-  layer4.1-2  Bottleneck  2 x 17.0 MiB  a block: one of 3 of its class in a Sequential
-  (model)     ResNet           8.7 MiB  the rest""",
     )
 
 
@@ -168,7 +154,7 @@ Unequal: 7 groups, 367.5 MiB of parameters in own dtypes (max_bytes 200.0 MiB, m
 # What blocks are
 
 
-@pytest.mark.parametrize("blocks", [GPTBlock, "GPTBlock", {"GPTBlock"}, (GPTBlock, nn.LSTM, "Other")[:1], [GPTBlock]])
+@for_each("blocks", [GPTBlock, "GPTBlock", {"GPTBlock"}, (GPTBlock, nn.LSTM, "Other")[:1], [GPTBlock]])
 def test_blocks_by_class_or_name(blocks: Any) -> None:
     choice = choose(Swin, blocks=blocks)
     assert [group.class_name for group in choice.groups[:-1]] == ["GPTBlock"] * 24
@@ -226,7 +212,7 @@ def test_unknown_blocks_are_an_error_that_lists_what_there_is() -> None:
         choose_groups(inside, blocks="NonDynamicallyQuantizableLinear")
 
 
-@pytest.mark.parametrize("blocks", [3, [3], int, [nn.Linear(1, 1)], nn.Linear(1, 1)])
+@for_each("blocks", [3, [3], int, [nn.Linear(1, 1)], nn.Linear(1, 1)])
 def test_blocks_of_another_type(blocks: Any) -> None:
     with pytest.raises(FSDPTypeError, match="blocks must be a class of modules"):
         choose(GPT, blocks=blocks)
@@ -247,7 +233,7 @@ def test_a_model_that_is_a_block() -> None:
     ]
 
 
-@pytest.mark.parametrize("make", [nn.Identity, nn.Sequential, lambda: nn.Sequential(nn.ReLU(), nn.ModuleList())])
+@for_each("make", [nn.Identity, nn.Sequential, lambda: nn.Sequential(nn.ReLU(), nn.ModuleList())])
 def test_a_model_without_parameters(make: Callable[[], nn.Module]) -> None:
     choice = choose_groups(make())
     assert [(group.name, group.nbytes, group.reason) for group in choice.groups] == [("", 0, "no parameters")]
@@ -265,7 +251,7 @@ def test_wrappers_around_the_model_are_no_groups() -> None:
     assert names(choose_groups(wrapped)) == [f"0.0.{name}" if name else "" for name in expected]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "error", "text"),
     [
         ({"max_bytes": 1.5}, FSDPTypeError, "max_bytes must be an int, a number of bytes, got 1.5"),
@@ -396,10 +382,3 @@ def test_small_pieces_leave_the_rest_only_if_it_is_above_max_bytes() -> None:
     assert names(choose_groups(make(), max_bytes=total, min_bytes=total // 2)) == [""]
     choice = choose_groups(make(), max_bytes=total // 2, min_bytes=total // 4)
     assert len(choice.groups) > 1 and choice.groups[-1].nbytes <= total // 2
-
-
-def test_blocks_of_the_llama_are_found_by_class_as_well() -> None:
-    by_class = choose(LlamaForCausalLM, blocks=LlamaDecoderLayer)
-    assert [(group.name, group.nbytes) for group in by_class.groups] == [
-        (group.name, group.nbytes) for group in choose(LlamaForCausalLM).groups
-    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import inspect
 import os
 import re
 import time
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tests.harness import RanksFailed, covering, device, fake_world, multi_rank
 from tests.harness.multi_rank import run_for_pytest
 from tests.harness.pool import WorkerPools
+from tests.unit.helpers import for_each
 
 
 def sum_of_ranks() -> float:
@@ -73,6 +75,7 @@ def lose_an_exception() -> None:
 
 
 @multi_rank(2, 4)
+@pytest.mark.full
 def test_body_runs_on_every_rank(world_size: int) -> None:
     assert dist.get_world_size() == world_size
     assert sum_of_ranks() == world_size * (world_size - 1) / 2
@@ -93,6 +96,7 @@ def test_raises_works_inside_a_body(message: str) -> None:
         raise ValueError(message)
 
 
+@pytest.mark.full
 def test_skip_and_failure_become_those_of_pytest(pools: WorkerPools, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(pytest.skip.Exception, match="skipped by every rank"):
         run_for_pytest(pools[2], skip, {}, timeout=60)
@@ -101,6 +105,7 @@ def test_skip_and_failure_become_those_of_pytest(pools: WorkerPools, capsys: pyt
     assert capsys.readouterr().out == "".join(f"----- output of rank {r} -----\nabout to warn\n" for r in (0, 1))
 
 
+@pytest.mark.full
 def test_results_come_back_by_rank(pools: WorkerPools) -> None:
     assert pools[2].run(dist.get_rank) == [0, 1]
 
@@ -111,6 +116,7 @@ def test_workers_are_reused(pools: WorkerPools) -> None:
     assert os.getpid() not in first
 
 
+@pytest.mark.full
 def test_failure_names_the_rank_and_the_next_test_passes(pools: WorkerPools) -> None:
     pool = pools[2]
     pool.run(sum_of_ranks)
@@ -126,6 +132,7 @@ def test_failure_names_the_rank_and_the_next_test_passes(pools: WorkerPools) -> 
     assert pool.run(sum_of_ranks) == [1.0, 1.0]
 
 
+@pytest.mark.full
 def test_hang_is_killed_with_all_stacks(pools: WorkerPools) -> None:
     pool = pools[2]
     pool.run(sum_of_ranks)  # the time below is then not spent on imports
@@ -144,6 +151,7 @@ def test_hang_is_killed_with_all_stacks(pools: WorkerPools) -> None:
     assert pool.run(sum_of_ranks) == [1.0, 1.0]
 
 
+@pytest.mark.full
 def test_death_is_reported(pools: WorkerPools) -> None:
     with pytest.raises(RanksFailed, match=r"rank 0 died.*: exit code 3"):
         pools[2].run(exit_on_rank_0, grace=0.3)
@@ -152,11 +160,13 @@ def test_death_is_reported(pools: WorkerPools) -> None:
         pools[2].run(exit_on_rank_0, grace=0.3)
 
 
+@pytest.mark.full
 def test_warnings_are_errors_on_the_ranks(pools: WorkerPools) -> None:
     with pytest.raises(RanksFailed, match="UserWarning: a test warning"):
         pools[2].run(warn)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:a test warning")
 def test_warning_filters_reach_the_ranks(pools: WorkerPools) -> None:
     pools[2].run(warn)
@@ -167,6 +177,7 @@ def test_lost_exceptions_are_errors(pools: WorkerPools) -> None:
         pools[2].run(lose_an_exception)
 
 
+@pytest.mark.full
 def test_global_state_is_put_back(pools: WorkerPools) -> None:
     before = pools[2].run(global_state)
     pids = pools[2].pids
@@ -192,6 +203,7 @@ def test_arguments_must_be_picklable(pools: WorkerPools) -> None:
         pools[2].run(sum_of_ranks, lambda: None)
 
 
+@pytest.mark.full
 def test_fake_worlds_follow_each_other() -> None:
     for world_size, rank in [(8, 3), (2, 1)]:
         with fake_world(world_size, rank):
@@ -237,3 +249,22 @@ def test_the_short_suite_shows_every_value() -> None:
     chosen = [combinations[index] for index in covering.covering(combinations)]
     assert len(chosen) == 5
     assert set().union(*(each.items() for each in chosen)) == set().union(*(each.items() for each in combinations))
+
+
+def test_one_test_of_many_cases_names_those_that_are_wrong(tmp_path: Path) -> None:
+    seen = []
+
+    @for_each("b", [10, 20])
+    @for_each("a", [1, 2])
+    def body(a: int, b: int, tmp_path: Path) -> None:
+        seen.append((a, b, tmp_path.exists()))
+        if b == 20:
+            with pytest.raises(ValueError):
+                assert a != 2
+
+    assert list(inspect.signature(body).parameters) == ["tmp_path"]
+    with pytest.raises(
+        AssertionError, match=r"^b=20: AssertionError: a=1: Failed: DID NOT RAISE.*\na=2: Assert"
+    ) as found:
+        body(tmp_path=tmp_path)
+    assert "b=10" not in str(found.value) and len(seen) == 4

@@ -20,6 +20,7 @@ print(json.dumps(sorted(set(sys.modules) - before)))
 """
 
 
+@pytest.mark.full
 def test_tools_are_not_imported_with_the_package() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
     imported = json.loads(done.stdout)

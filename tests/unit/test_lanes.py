@@ -8,8 +8,10 @@ import pytest
 
 from tests.__main__ import NOTHING_COLLECTED, lanes, main, side_by_side, status_of
 from tests.harness.parity_table import TESTS
+from tests.unit.helpers import for_each
 
 
+@pytest.mark.full
 def test_together_they_have_every_folder_of_tests() -> None:
     first, beside = lanes()
     files = {path.relative_to(TESTS.parent) for path in TESTS.rglob("test_*.py")}
@@ -17,7 +19,7 @@ def test_together_they_have_every_folder_of_tests() -> None:
     assert all(sum(path.is_relative_to(folder) for folder in (*first, *beside)) == 1 for path in files)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("found", "status"),
     [((0, 0), 0), ((1, 0), 1), ((0, 1), 1), ((0, -11), -11), ((NOTHING_COLLECTED, 0), 0), ((0, NOTHING_COLLECTED), 0)],
 )

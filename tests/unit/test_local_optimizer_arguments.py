@@ -20,6 +20,7 @@ from benchmarks.models import small_parameters
 from benchmarks.optimizers import FLAT, LOCAL, PLAIN, Parameters, optimizer_of, parameters_of
 from fsdp2 import FSDPNotImplementedError, FSDPTypeError
 from tests.harness.shared.optimizers import number_of_runs
+from tests.unit.helpers import for_each
 
 
 @pytest.fixture
@@ -67,7 +68,7 @@ class Stepping(torch.optim.AdamW):
 # ---- what it takes -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("kind", "why"),
     [
         (torch.optim.LBFGS, "LBFGS takes inner products over all parameters"),
@@ -83,7 +84,7 @@ def test_others_are_refused(kind: type[torch.optim.Optimizer], why: str) -> None
         fsdp2.optim.local(kind, parameters())
 
 
-@pytest.mark.parametrize("wrong", [torch.optim.AdamW(parameters()), "AdamW", nn.Linear, None], ids=str)
+@for_each("wrong", [torch.optim.AdamW(parameters()), "AdamW", nn.Linear, None])
 def test_only_classes_of_optimizers_are_taken(wrong: object) -> None:
     with pytest.raises(FSDPTypeError, match=r"takes a class of torch\.optim\.Optimizer"):
         fsdp2.optim.local(wrong, parameters())  # type: ignore[type-var]
@@ -141,6 +142,7 @@ def calls(optimizer: torch.optim.Optimizer) -> int:
     return counter.calls
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
 def test_operations_are_those_of_plain_tensors(mesh: DeviceMesh, fused: bool) -> None:
     """None is dispatched through DTensor, and in the flat form their number is that of groups, not of parameters."""
@@ -155,6 +157,7 @@ def test_operations_are_those_of_plain_tensors(mesh: DeviceMesh, fused: bool) ->
     assert found[FLAT, 4] == found[FLAT, 12]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [LOCAL, FLAT])
 def test_python_calls_grow_with_parameters_and_not_faster(mesh: DeviceMesh, name: str) -> None:
     """From the first step on; at most four more for a parameter than on plain tensors."""

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fsdp2 import FSDPTypeError, FSDPValueError, Owned, balanced_owners
 from fsdp2.features.owned import assign_ranks, newton_schulz_flops
 from tests.harness import fake_world
+from tests.unit.helpers import for_each
 
 
 def mesh_of(world_size: int) -> DeviceMesh:
@@ -62,7 +63,7 @@ def test_a_hand_dealt_example() -> None:
     assert assign_ranks([[], [3]], 2) == [[], [0]]
 
 
-@pytest.mark.parametrize("seed", range(30))
+@for_each("seed", range(10))
 def test_groups_and_the_whole_are_balanced(seed: int) -> None:
     generator = random.Random(seed)
     world_size = generator.choice([1, 2, 3, 4])

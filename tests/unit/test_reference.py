@@ -20,6 +20,7 @@ from tests.harness.compare import (
 from tests.harness.models import MLP, MODEL_CASES, PARTLY_USED, ModelCase, batch_generator
 from tests.harness.reference import Accumulation, Reference, adamw
 from tests.harness.training import assert_trains_like
+from tests.unit.helpers import for_each
 
 LOOSE = Tolerance(rtol=0.1, atol=0.0, reason="to show that tolerances count")
 
@@ -33,7 +34,8 @@ def average_gradients_by_hand(model: torch.nn.Module) -> None:
 
 
 @multi_rank(2, 4)
-@pytest.mark.parametrize("case", MODEL_CASES, ids=str)
+@pytest.mark.full
+@for_each("case", MODEL_CASES)
 def test_reference_is_data_parallelism(case: ModelCase, world_size: int) -> None:
     model = case.build()
     optimizer = adamw([p for p in model.parameters() if p.requires_grad])
@@ -51,6 +53,7 @@ def test_reference_is_data_parallelism(case: ModelCase, world_size: int) -> None
 
 
 @multi_rank(2)
+@pytest.mark.full
 def test_mismatch_is_found_in_the_right_step() -> None:
     model = MLP.build()
     optimizer = adamw(list(model.parameters()))
@@ -59,7 +62,7 @@ def test_mismatch_is_found_in_the_right_step() -> None:
 
 
 @multi_rank(2, 4)
-@pytest.mark.parametrize("rows", [1, 5, 8])
+@for_each("rows", [1, 5, 8])
 def test_shards_are_compared_with_their_part(rows: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
     whole = torch.arange(rows * 3.0).view(rows, 3)

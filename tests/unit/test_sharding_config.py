@@ -28,6 +28,7 @@ from fsdp2 import (
     RowBlocks,
     ShardingConfig,
 )
+from tests.unit.helpers import for_each
 
 Draw = Callable[[random.Random], Any]
 
@@ -216,7 +217,7 @@ REFUSED: dict[str, tuple[str, str]] = {
 }
 
 
-@pytest.mark.parametrize("what", list(REFUSED))
+@for_each("what", list(REFUSED))
 def test_errors_name_the_setting_and_the_line(what: str) -> None:
     text, said = REFUSED[what]
     with pytest.raises(FSDPValueError) as raised:
@@ -286,7 +287,7 @@ PYTHON: dict[str, tuple[Mapping[str, Any], type[FSDPError], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", list(PYTHON))
+@for_each("what", list(PYTHON))
 def test_in_python_too(what: str) -> None:
     given, kind, said = PYTHON[what]
     with pytest.raises(kind, match=said):

@@ -16,6 +16,7 @@ import torch
 import fsdp2
 from tests.harness import torch_api
 from tests.harness.torch_api import assert_takes_the_same
+from tests.unit.helpers import for_each
 
 FUNCTIONS = sorted(torch_api.functions())
 CLASSES = sorted(torch_api.classes())
@@ -29,29 +30,29 @@ def test_every_public_name_is_there() -> None:
     assert set(torch_api.public_names()) <= set(fsdp2.__all__)
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@for_each("name", FUNCTIONS)
 def test_functions_take_the_same_arguments(name: str) -> None:
     assert_takes_the_same(torch_api.functions()[name], getattr(fsdp2, name))
 
 
-@pytest.mark.parametrize(("name", "method"), METHODS, ids=lambda each: each)
+@for_each(("name", "method"), METHODS)
 def test_methods_take_the_same_arguments(name: str, method: str) -> None:
     assert_takes_the_same(getattr(torch_api.classes()[name], method), getattr(getattr(fsdp2, name), method))
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@for_each("name", CLASSES)
 def test_constructors_take_the_same_arguments(name: str) -> None:
     assert_takes_the_same(torch_api.classes()[name], getattr(fsdp2, name))
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@for_each("name", CLASSES)
 def test_classes_derive_from_one_another_alike(name: str) -> None:
     theirs, ours = torch_api.classes()[name], getattr(fsdp2, name)
     bases = [base for base in torch_api.classes() if issubclass(theirs, torch_api.classes()[base])]
     assert all(issubclass(ours, getattr(fsdp2, base)) for base in bases), bases
 
 
-@pytest.mark.parametrize("name", DATACLASSES)
+@for_each("name", DATACLASSES)
 def test_dataclasses_are_dataclasses_with_the_same_fields_first(name: str) -> None:
     theirs, ours = torch_api.classes()[name], getattr(fsdp2, name)
     assert dataclasses.is_dataclass(ours)
@@ -59,22 +60,21 @@ def test_dataclasses_are_dataclasses_with_the_same_fields_first(name: str) -> No
     assert [field.name for field in dataclasses.fields(ours)][: len(expected)] == expected
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@for_each("name", CLASSES)
 def test_properties_are_there(name: str) -> None:
     ours = getattr(fsdp2, name)
     assert [each for each in torch_api.properties(torch_api.classes()[name]) if not hasattr(ours, each)] == []
 
 
-@pytest.mark.parametrize("name", ["Comm", "AllGather", "ReduceScatter"])
+@for_each("name", ["Comm", "AllGather", "ReduceScatter"])
 def test_the_same_methods_are_abstract(name: str) -> None:
     theirs, ours = torch_api.classes()[name], getattr(fsdp2, name)
     assert ours.__abstractmethods__ == theirs.__abstractmethods__ != frozenset()
 
 
-@pytest.mark.parametrize(
+@for_each(
     "policy",
     [fsdp2.MixedPrecisionPolicy(), fsdp2.OffloadPolicy(), fsdp2.CPUOffloadPolicy(), fsdp2.DataParallelMeshDims("dp")],
-    ids=lambda each: type(each).__name__,
 )
 def test_policies_are_frozen(policy: Any) -> None:
     """`fully_shard` has read them: a change would do nothing."""
@@ -83,7 +83,7 @@ def test_policies_are_frozen(policy: Any) -> None:
             setattr(policy, name, None)
 
 
-@pytest.mark.parametrize("field", ["param_dtype", "reduce_dtype", "output_dtype"])
+@for_each("field", ["param_dtype", "reduce_dtype", "output_dtype"])
 def test_policies_refuse_dtypes_that_lose_values(field: str) -> None:
     with pytest.raises(fsdp2.FSDPValueError, match=field):
         fsdp2.MixedPrecisionPolicy(**{field: torch.int32})
@@ -103,7 +103,7 @@ DIFFERENT: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("difference", list(DIFFERENT))
+@for_each("difference", list(DIFFERENT))
 def test_the_comparison_notices(difference: str) -> None:
     def takes(a: int, *, b: int = 1) -> None: ...
 

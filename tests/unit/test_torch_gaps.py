@@ -10,7 +10,6 @@ import torch
 
 from extras.torch_gaps import record, run
 from extras.torch_gaps.api import IMPLEMENTATIONS, Api, NoSuchOption
-from extras.torch_gaps.checks import Wrong, expect_same
 from extras.torch_gaps.registry import Case, Trial, all_cases
 from extras.torch_gaps.run import Outcome
 
@@ -51,22 +50,6 @@ def test_a_run_of_one_version_keeps_the_other() -> None:
     assert table[-1] == "| a title | works | **raises** KeyError: a\\|b\\_c `d_e` |  |"
 
 
-def test_ours_is_one_column_that_tells_where_versions_differ() -> None:
-    case = Case("first", "Area", "a title", (), 2, lambda trial: None)
-    outcomes = {"2.15.0": Outcome("hangs")}
-    for version, kind in (("2.13.0", "works"), ("2.15.0", "works")):
-        outcomes[record.key_of("fsdp2", version)] = Outcome(kind)
-    table = record.render({"first": outcomes}, {"first": case}).splitlines()
-    assert table[1] == "- fsdp2 on torch 2.13.0, 1 cases: 1 works."
-    assert table[-3:] == ["| a user wants | torch 2.15.0 | fsdp2 | related issues |"] + [
-        "| --- | --- | --- | --- |",
-        "| a title | hangs | works |  |",
-    ]
-    outcomes[record.key_of("fsdp2", "2.15.0")] = Outcome("raises", "KeyError")
-    table = record.render({"first": outcomes}, {"first": case}).splitlines()
-    assert table[-1] == "| a title | hangs | works (torch 2.13.0); **raises** KeyError (torch 2.15.0) |  |"
-
-
 # ---- how outcomes are told apart -----------------------------------------------------------------
 
 
@@ -89,12 +72,6 @@ def test_the_verdict_on_all_ranks(tmp_path: Path) -> None:
     assert _verdict(tmp_path, None, "raises", crashed=[-6]) == Outcome("crashes", "(SIGABRT): too long")
 
 
-def test_messages_are_cut_to_what_says_something() -> None:
-    assert run._shortened("\nError(s) in loading:\n  size mismatch\n more") == "Error(s) in loading: size mismatch"
-    assert run._shortened("an object at 0x7f12ab\nmore") == "an object at 0x..."
-    assert len(run._shortened("x" * 1000)) == run.MAX_MESSAGE
-
-
 def test_what_is_missing_is_no_such_option() -> None:
     for name in IMPLEMENTATIONS:
         api = Api(name)
@@ -109,19 +86,6 @@ def test_what_is_missing_is_no_such_option() -> None:
                 ask()
     with pytest.raises(ValueError, match="unknown implementation"):
         Api("deepspeed")
-
-
-def test_differences_are_told_by_how_much() -> None:
-    expected = torch.tensor([1.0, 2.0, 3.0])
-    expect_same(expected * (1 + 1e-7), expected, "w")
-    with pytest.raises(Wrong, match=r"w is 2\.00 times what it should be"):
-        expect_same(expected * 2, expected, "w")
-    with pytest.raises(Wrong, match=r"w is off by up to 0\.5, its largest element being 3"):
-        expect_same(expected + torch.tensor([0.5, 0.0, 0.0]), expected, "w")
-    with pytest.raises(Wrong, match="bytes of w differ"):
-        expect_same(torch.tensor([0.0]), torch.tensor([-0.0]), "w", tolerance=0)
-    with pytest.raises(Wrong, match="is off by"):
-        expect_same(expected * float("nan"), expected, "w")
 
 
 def test_cases_are_registered_once() -> None:

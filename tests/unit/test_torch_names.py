@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fsdp2 import _torch, _torch_compiler
 from fsdp2.compiled.frames import begin_graphs_at_calls_only
+from tests.unit.helpers import for_each
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +31,7 @@ def forgets_graphs() -> Any:
     torch._dynamo.reset()
 
 
+@pytest.mark.full
 def test_frame_callback_says_whether_a_compiled_call_is_under_way() -> None:
     """`torch._C._dynamo.eval_frame.get_eval_frame_callback`: false outside, true below ``torch.compile``."""
     seen: list[bool] = []
@@ -48,6 +50,7 @@ def test_frame_callback_says_whether_a_compiled_call_is_under_way() -> None:
     assert seen == [False, True, False]
 
 
+@pytest.mark.full
 def test_frame_callback_is_false_below_disabled_functions() -> None:
     seen: list[bool] = []
 
@@ -69,6 +72,7 @@ def begins(x: Tensor) -> Tensor:
     return x + 1
 
 
+@pytest.mark.full
 def test_skip_code_lets_the_next_frame_begin_the_graph() -> None:
     """`set_code_exec_strategy`, of which tracing through from a caller does not take notice."""
     graphs: list[str] = []
@@ -144,6 +148,7 @@ def opaque_must_save(x: Tensor) -> Tensor:
     return _Doubles.apply(x, CheckpointPolicy.MUST_SAVE)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("function", "saves"), [(opaque_must_recompute, False), (opaque_must_save, True)])
 def test_current_meta_tags_are_obeyed_by_the_partitioner(function: Any, saves: bool) -> None:
     """`torch.fx.traceback.current_meta`: "recompute" and "ac_graph_id", put into nodes while they are traced."""
@@ -212,7 +217,7 @@ def test_dynamo_has_the_switch_for_side_effects_in_checkpoints() -> None:
     assert torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint is True
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "arguments"),
     [
         ("all_gather_into_tensor", ["input", "group_size", "group_name"]),

@@ -24,6 +24,7 @@ import fsdp2
 from fsdp2 import FSDPRuntimeError, FSDPTypeError, fully_shard, get_cls_to_fsdp_cls
 from fsdp2.features.other_words import INSTEAD
 from tests.harness.fake import FakeWorlds
+from tests.unit.helpers import for_each
 
 IDS = torch.zeros(2, 3, dtype=torch.long)
 VECTORS = torch.zeros(2, 6)
@@ -138,7 +139,7 @@ def test_other_errors_stay_what_they_are(capsys: pytest.CaptureFixture[str]) -> 
 # ---- state dicts and conversions, at the wrong time ----------------------------------------------
 
 
-@pytest.mark.parametrize(
+@for_each(
     "use",
     [
         lambda model: model.state_dict(),
@@ -146,9 +147,8 @@ def test_other_errors_stay_what_they_are(capsys: pytest.CaptureFixture[str]) -> 
         lambda model: model.load_state_dict({}, strict=False),
         lambda model: model.to(torch.float64),
     ],
-    ids=["state_dict", "state_dict_of_a_block", "load_state_dict", "to"],
 )
-@pytest.mark.parametrize("where", ["forward", "backward", "forward_of_a_block"])
+@for_each("where", ["forward", "backward", "forward_of_a_block"])
 def test_state_dicts_inside_of_a_pass(use: Callable[[Any], object], where: str) -> None:
     model = build()
     if where == "forward":
@@ -210,7 +210,7 @@ def test_collectives_of_sharded_tensors() -> None:
     dist.all_reduce(torch.zeros(3))
 
 
-@pytest.mark.parametrize("word", sorted(INSTEAD))
+@for_each("word", sorted(INSTEAD))
 def test_words_of_other_systems(word: str) -> None:
     model = Net()
     for shard in (fully_shard, fsdp2.auto_shard):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pytest
-
 from fsdp2.core.places import label
 from fsdp2.features.gloo_p2p import tag_of
 from fsdp2.features.watchdog.release import first_number
 from fsdp2.features.watchdog.states import COLLECTIVE, Begun, LineState, State, Waiting
 from fsdp2.features.watchdog.verdict import Silence, judge
+from tests.unit.helpers import for_each
 
 WORLD = (0, 1, 2)
 LABELS = {"gather a": 1, "gather b": 2, "reduce a": 3}
@@ -112,7 +111,7 @@ def test_a_circle_over_several_groups_is_a_deadlock() -> None:
     assert not judge(0, known).raises, "rank 2 loads a batch"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("silence", "raises", "complete"),
     [
         (Silence.GONE, True, True),

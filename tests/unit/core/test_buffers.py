@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from fsdp2.core.buffers import Resizable, on_the_wire
+from tests.unit.helpers import for_each
 
 
+@pytest.mark.full
 def test_a_resizable_has_memory_between_allocate_and_free() -> None:
     buffer = Resizable(torch.ones(3))
     for expected in (12, 12):
@@ -37,7 +39,7 @@ def test_out_of_memory_once_is_not_taken_for_memory() -> None:
     assert storage.nbytes() == 12
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("dtype", "carried"),
     [(torch.float32, True), (torch.bfloat16, True), (torch.complex64, True), (torch.int16, False), (torch.bool, False)]
     + [(dtype, False) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)],

@@ -37,6 +37,7 @@ from tests.unit.core.helpers import (
     exchange,
     sources_of,
 )
+from tests.unit.helpers import for_each
 
 DTYPES: dict[str, list[Dtypes]] = {
     "as it lies": [(FULL, FULL)],
@@ -65,9 +66,9 @@ def test_one_rank_casts_to_where_parameters_are_used_and_copies_no_more() -> Non
     assert not kernels.counts and torch.equal(source.unsharded[:64], whole[0].to(HALF))
 
 
-@pytest.mark.parametrize("custom", [False, True], ids=["ours", "custom"])
-@pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("seed", range(12))
+@for_each("custom", [False, True])
+@for_each("dtypes", DTYPES.values())
+@for_each("seed", range(5))
 def test_every_rank_gets_every_parameter(seed: int, dtypes: list[Dtypes], custom: bool, columns: bool) -> None:
     generator = random.Random(seed)
     world_size = generator.choice([1, 2, 3, 4])
@@ -107,8 +108,8 @@ def test_every_rank_gets_every_parameter(seed: int, dtypes: list[Dtypes], custom
     assert all(comm is None or comm.borrowed == 2 * packs for comm in comms)
 
 
-@pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("threshold", [0, float("inf")], ids=["direct", "packed"])
+@for_each("dtypes", DTYPES.values())
+@for_each("threshold", [0, float("inf")])
 def test_what_was_copied_in_is_sent_again_while_the_version_is_the_same(threshold: float, dtypes: list[Dtypes]) -> None:
     whole = [[torch.randint(-99, 99, (8, 64)).to(dtype), torch.ones(3, dtype=dtype)] for dtype, _ in dtypes]
     ranks = sources_of(whole, cuts_of(whole), dtypes, world_size=2, threshold=threshold)
@@ -193,8 +194,8 @@ def test_what_needs_no_copy_is_not_copied() -> None:
         assert (gather.allocated_bytes > 0) == copies_out
 
 
-@pytest.mark.parametrize("fewer", [False, True], ids=["all ranks", "neighbours"])
-@pytest.mark.parametrize("seed", range(12))
+@for_each("fewer", [False, True])
+@for_each("seed", range(5))
 def test_equal_parameters_are_copied_out_together(seed: int, fewer: bool, columns: bool) -> None:
     """As many copies as there are sizes, whatever the order of the parameters; also from fewer ranks than laid out.
 
@@ -295,6 +296,7 @@ class TwoDtypes(nn.Module):
         return x * (self.a.sum() + self.b.sum() + self.c.sum())
 
 
+@pytest.mark.full
 def test_sharded_parameters_of_one_dtype_lie_on_one_buffer() -> None:
     with fake_world(2, rank=1):
         model = fully_shard(TwoDtypes())

@@ -21,6 +21,7 @@ from fsdp2.features.packing import packing_for
 from tests.harness import fake_world
 from tests.harness.counting import Kernels
 from tests.harness.internals import groups_of
+from tests.unit.helpers import for_each
 
 HOST = torch.device("cpu")
 
@@ -55,7 +56,7 @@ def test_columns_are_for_single_elements_of_many_ranks(
     assert packing_for(layout, world_size, torch.device("cuda"), torch.float32, casts=True) is packing.chunks_on_device
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("dtype", "numel", "count", "are_columns"),
     [
         (torch.float32, 2, 2, True),
@@ -69,7 +70,7 @@ def test_columns_are_for_single_elements_of_many_ranks(
         (torch.float64, 4, 4, False),
     ],
 )
-@pytest.mark.parametrize("trailing", [False, True])
+@for_each("trailing", [False, True])
 def test_columns_are_for_a_few_bytes_of_many_ranks(
     trailing: bool, dtype: torch.dtype, numel: int, count: int, are_columns: bool
 ) -> None:
@@ -91,10 +92,10 @@ def test_columns_lie_alike_in_memory(order: tuple[int, ...]) -> None:
     assert packing_for(layout, 1024, HOST, torch.float32, casts=False) is packing._columns
 
 
-@pytest.mark.parametrize("numel", [1, 2, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("kind", ["vectors", "expanded", "matrices", "transposed"])
-@pytest.mark.parametrize("casts", [False, True])
+@for_each("numel", [1, 2, 4])
+@for_each("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@for_each("kind", ["vectors", "expanded", "matrices", "transposed"])
+@for_each("casts", [False, True])
 def test_columns_are_chunks(casts: bool, kind: str, dtype: torch.dtype, numel: int) -> None:
     world_size, count = 1024, 4
     gradients = list(torch.randn(count, world_size * numel).to(dtype).unbind())
@@ -126,7 +127,7 @@ def test_bits_stay_as_they_are() -> None:
     assert packed[:, :4].reshape(-1).view(torch.int32).equal(bits)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("shape", "strides", "offset", "itemsize"),
     [
         ((3, 4, 2), (8, 2, 1), 0, 8),
@@ -154,8 +155,8 @@ def test_pieces_are_seen_where_they_lie_on_multiples_of_wider_elements(
     assert all(each.data_ptr() == tensor.data_ptr() for each, tensor in zip(views, (one, other), strict=True))
 
 
-@pytest.mark.parametrize("numel", [4, 1 << 16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@for_each("numel", [4, 1 << 16])
+@for_each("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_casts_are_the_same_before_and_after(dtype: torch.dtype, numel: int) -> None:
     """The second size is cast by the operator, lest both forms take much memory."""
     world_size = 8
@@ -166,7 +167,7 @@ def test_casts_are_the_same_before_and_after(dtype: torch.dtype, numel: int) -> 
     assert found.equal(expected)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("dtype", "to", "kernels"),
     [
         (torch.float32, torch.float32, {"_chunk_cat": 1}),
@@ -210,9 +211,9 @@ def dim_of(parameter: nn.Parameter) -> Shard | None:
     return Shard(1) if tuple(parameter.shape) == (2, 8) else None
 
 
-@pytest.mark.parametrize("odd", range(6))
-@pytest.mark.parametrize(("most", "other"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
-@pytest.mark.parametrize("lacks", [False, True])
+@for_each("odd", (0, 3, 5))
+@for_each(("most", "other"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+@for_each("lacks", [False, True])
 def test_a_gradient_of_another_dtype_is_packed_by_itself_and_the_others_at_once(
     lacks: bool, most: torch.dtype, other: torch.dtype, odd: int
 ) -> None:

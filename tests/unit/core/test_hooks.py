@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fsdp2.core.hooks import ForwardCall, after_backward_of_inputs, before_backward_of_outputs
 from fsdp2.core.trees import Replaced, map_inputs, map_tensors, tensors_anywhere_in, tensors_in
+from tests.unit.helpers import for_each
 
 Pair = namedtuple("Pair", ["a", "b"])
 
@@ -77,7 +78,7 @@ def test_containers_are_copied_only_where_something_changes() -> None:
     assert map_tensors(lambda tensor: tensor, source) is source
 
 
-@pytest.mark.parametrize("container", [UserDict, dict, MappingProxyType], ids=lambda each: each.__name__)
+@for_each("container", [UserDict, dict, MappingProxyType])
 def test_every_input_meets_its_own_output(container: type) -> None:
     a, b = torch.zeros(1, requires_grad=True) * 1, torch.ones(1, requires_grad=True) * 1
     changed = after_backward_of_inputs(ForwardCall(Owner()), (container({"a": a}), b), {}, Replaced())
@@ -198,7 +199,7 @@ def _cycle(x: Tensor) -> list[Any]:
     return items
 
 
-@pytest.mark.parametrize("kind", HIDING)
+@for_each("kind", HIDING)
 def test_tensors_are_found_wherever_an_output_hides_them(kind: str) -> None:
     x = torch.zeros(1)
     (found,) = (each for each in tensors_anywhere_in(HIDING[kind](x)) if each is x)

@@ -20,6 +20,7 @@ from fsdp2.core.layout import (
 )
 from fsdp2.core.sharding import Partition, ceil_div, memory_order, scatter_rows
 from fsdp2.features.reshard_to_fewer import layout_over
+from tests.unit.helpers import for_each
 
 
 def random_cuts(generator: random.Random) -> list[Partition]:
@@ -88,7 +89,7 @@ def assert_reads(layout: BufferLayout, unsharded: torch.Tensor, params: list[tor
         assert torch.equal(unsharded[slot.unsharded_offset :].as_strided(slot.partition.shape, stride), param)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@for_each("seed", range(20))
 def test_slots_are_aligned_disjoint_and_packed_first(seed: int) -> None:
     generator = random.Random(seed)
     itemsize = generator.choice([1, 2, 4, 8])
@@ -121,7 +122,7 @@ def test_slots_are_aligned_disjoint_and_packed_first(seed: int) -> None:
     assert waste * itemsize <= (len(layout.slots) + 2) * DIRECT_ALIGNMENT_BYTES
 
 
-@pytest.mark.parametrize("seed", range(40))
+@for_each("seed", range(20))
 def test_gradient_slots_are_disjoint_and_carry_presence(seed: int) -> None:
     generator = random.Random(seed)
     world_size = generator.choice([1, 2, 4, 64])
@@ -148,7 +149,7 @@ def test_gradient_slots_are_disjoint_and_carry_presence(seed: int) -> None:
     assert end <= layout.numel
 
 
-@pytest.mark.parametrize("seed", range(120))
+@for_each("seed", range(40))
 def test_any_parameters_survive_the_way_there_and_back(seed: int) -> None:
     """Cut into shards as `torch.chunk` cuts, put together again, and read through the slots: the parameters."""
     generator = random.Random(seed)
@@ -160,7 +161,7 @@ def test_any_parameters_survive_the_way_there_and_back(seed: int) -> None:
     assert_reads(layout, unsharded, params)
 
 
-@pytest.mark.parametrize("seed", range(80))
+@for_each("seed", range(20))
 def test_fewer_ranks_fill_the_same_unsharded_buffer(seed: int) -> None:
     """The parts of a divisor of the ranks, in a dtype of another size, lie apart, aligned, and gather to the same."""
     generator = random.Random(seed)
@@ -189,7 +190,7 @@ def test_fewer_ranks_fill_the_same_unsharded_buffer(seed: int) -> None:
     assert_reads(parts, unsharded, params)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@for_each("seed", range(15))
 def test_gradients_of_any_dim_are_reduced_to_their_chunks(seed: int) -> None:
     """Packed and sent as the layout says, summed over the ranks: on each rank the sum of `torch.chunk`'s chunks."""
     generator = random.Random(seed)
@@ -218,7 +219,7 @@ def test_gradients_of_any_dim_are_reduced_to_their_chunks(seed: int) -> None:
             assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@for_each("seed", range(20))
 def test_presence_apart_leaves_a_row_of_gradients_and_padding(seed: int) -> None:
     """The slots lie as otherwise, all packed; at least one element of padding ends the row, and presence follows."""
     generator = random.Random(seed)
@@ -258,7 +259,7 @@ def sent_by(
     return packed, alone
 
 
-@pytest.mark.parametrize("seed", range(30))
+@for_each("seed", range(30))
 def test_the_order_in_memory_is_that_of_the_strides(seed: int) -> None:
     generator = random.Random(seed)
     shape = tuple(generator.choice([1, 2, 3, 5]) for _ in range(generator.randint(0, 4)))
@@ -271,7 +272,7 @@ def test_the_order_in_memory_is_that_of_the_strides(seed: int) -> None:
     assert tensor.permute(found or tuple(range(len(shape)))).is_contiguous()
 
 
-@pytest.mark.parametrize(
+@for_each(
     "tensor",
     [
         torch.empty(4, 1).expand(4, 3),
@@ -280,7 +281,6 @@ def test_the_order_in_memory_is_that_of_the_strides(seed: int) -> None:
         torch.empty(0, 3).t(),
         torch.ones(()),
     ],
-    ids=["expanded", "part of rows", "every second", "empty", "scalar"],
 )
 def test_what_is_not_dense_has_no_order(tensor: torch.Tensor) -> None:
     assert memory_order(tensor.shape, tensor.stride()) == ()
@@ -313,8 +313,8 @@ def test_a_row_for_each_of_many_ranks_is_not_mostly_alignment(world_size: int) -
     assert gradients.packed_numel == padded_row(gradients.presence_offset + 12, 4)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 8, 64, 512, 4096])
-@pytest.mark.parametrize("seed", range(25))
+@for_each("world_size", [2, 3, 8, 64, 512, 4096])
+@for_each("seed", range(10))
 def test_rows_of_what_is_packed_are_aligned(seed: int, world_size: int) -> None:
     """NCCL moves words of 16 bytes only where every rank's row starts at a multiple of 16; 128 suits it better."""
     generator = random.Random(seed)

@@ -13,6 +13,7 @@ from fsdp2.core.mesh import DataParallelMesh, DataParallelMeshInfo, mesh_info
 from fsdp2.core.options import DataParallelMeshDims
 from fsdp2.features.reshard_to_fewer import smaller_mesh
 from tests.harness import fake_world
+from tests.unit.helpers import for_each
 
 
 def mesh_of(**axes: int) -> DeviceMesh:
@@ -30,7 +31,7 @@ def data_parallel(mesh: DeviceMesh, **dims: Any) -> DataParallelMesh:
 # ---- what a mesh is taken for ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rank", range(8))
+@for_each("rank", range(8))
 def test_one_dim_shards_and_two_replicate_and_shard(rank: int) -> None:
     with fake_world(8, rank):
         flat = data_parallel(mesh_of(shard=8))
@@ -47,7 +48,7 @@ def test_one_dim_shards_and_two_replicate_and_shard(rank: int) -> None:
         assert both.shard_mesh.mesh.tolist() == ranks_of(both.shard_group)
 
 
-@pytest.mark.parametrize("rank", range(8))
+@for_each("rank", range(8))
 def test_named_dims_are_found_wherever_they_are(rank: int) -> None:
     with fake_world(8, rank):
         mesh = mesh_of(a=2, tp=2, b=2)
@@ -78,7 +79,7 @@ def test_meshes_with_the_same_ranks_communicate_together() -> None:
         assert data_parallel(mesh).key != data_parallel(mesh["shard"]).key
 
 
-@pytest.mark.parametrize("rank", range(8))
+@for_each("rank", range(8))
 def test_neighbours_lie_within_the_ranks_that_shard(rank: int) -> None:
     with fake_world(8, rank):
         for mesh in (data_parallel(mesh_of(shard=8)), data_parallel(mesh_of(replicate=2, shard=4))):
@@ -95,7 +96,7 @@ def test_neighbours_lie_within_the_ranks_that_shard(rank: int) -> None:
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mesh", [None, "cpu", 4, [0, 1]], ids=str)
+@for_each("mesh", [None, "cpu", 4, [0, 1]])
 def test_something_else_than_a_mesh(mesh: Any) -> None:
     with pytest.raises(FSDPTypeError, match=r"mesh must be a DeviceMesh, got .*init_device_mesh"):
         mesh_info(mesh)
@@ -114,7 +115,7 @@ def test_a_rank_that_is_no_part_of_the_mesh(dims: dict[str, str]) -> None:
             data_parallel(mesh, **dims)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("dims", "message"),
     [
         ({"shard": "c"}, r"names 'c', but the mesh has the dims \('a', 'b'\)"),
@@ -122,7 +123,6 @@ def test_a_rank_that_is_no_part_of_the_mesh(dims: dict[str, str]) -> None:
         ({"shard": "a", "replicate": "a"}, "names a dim twice.*either shards or replicates"),
         ({"shard": ("a", "a")}, "names a dim twice"),
     ],
-    ids=str,
 )
 def test_names_that_do_not_fit(dims: dict[str, Any], message: str) -> None:
     with fake_world(4):
@@ -136,7 +136,7 @@ def test_named_dims_of_a_mesh_without_names() -> None:
         data_parallel(init_device_mesh("cpu", (4,)), shard="a")
 
 
-@pytest.mark.parametrize("dims", ["a", ("a",), {"shard": "a"}], ids=str)
+@for_each("dims", ["a", ("a",), {"shard": "a"}])
 def test_named_dims_of_another_type(dims: Any) -> None:
     with fake_world(4):
         mesh = mesh_of(a=4)

@@ -19,6 +19,7 @@ from fsdp2.core.options import (
     mixed_precision,
     offload,
 )
+from tests.unit.helpers import for_each
 
 NAMES = ("param_dtype", "reduce_dtype", "output_dtype")
 HALF = torch.bfloat16
@@ -27,21 +28,21 @@ HALF = torch.bfloat16
 # ---- mixed precision -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("value", ["bfloat16", 16, float, torch.tensor(1.0)], ids=str)
+@for_each("name", NAMES)
+@for_each("value", ["bfloat16", 16, float, torch.tensor(1.0)])
 def test_a_dtype_that_is_none(name: str, value: Any) -> None:
     with pytest.raises(FSDPTypeError, match=rf"MixedPrecisionPolicy takes a dtype or None as '{name}', got"):
         MixedPrecisionPolicy(**{name: value})
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.uint8], ids=str)
+@for_each("name", NAMES)
+@for_each("dtype", [torch.int8, torch.int64, torch.bool, torch.uint8])
 def test_a_dtype_that_holds_no_fractions(name: str, dtype: torch.dtype) -> None:
     with pytest.raises(FSDPValueError, match=rf"{name} must be a floating-point dtype, got {dtype}.*lose their values"):
         MixedPrecisionPolicy(**{name: dtype})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("value", [None, 1, "yes"])
+@for_each("value", [None, 1, "yes"])
 def test_cast_forward_inputs_is_a_bool(value: Any) -> None:
     with pytest.raises(FSDPTypeError, match=r"takes a bool or .* as 'cast_forward_inputs'"):
         MixedPrecisionPolicy(cast_forward_inputs=value)
@@ -78,7 +79,7 @@ def test_the_override_decides_for_one_parameter() -> None:
     assert MixedPrecisionPolicy(HALF).for_parameter(parameter, "x") == MixedPrecisionPolicy(HALF)
 
 
-@pytest.mark.parametrize("answer", [torch.float16, "bfloat16", True], ids=str)
+@for_each("answer", [torch.float16, "bfloat16", True])
 def test_the_override_chooses_between_two_dtypes(answer: Any) -> None:
     policy = MixedPrecisionPolicy(HALF, param_dtype_override_fn=lambda parameter: answer)
     with pytest.raises(
@@ -98,7 +99,7 @@ def test_torchs_mixed_precision_is_translated() -> None:
     assert mixed_precision(ours) is ours
 
 
-@pytest.mark.parametrize("value", [None, 1, "yes"])
+@for_each("value", [None, 1, "yes"])
 def test_whether_shards_are_cached_is_yes_or_no(value: Any) -> None:
     with pytest.raises(FSDPTypeError, match=r"MixedPrecisionPolicy takes a bool as 'cache_shards', got"):
         MixedPrecisionPolicy(HALF, cache_shards=value)
@@ -123,7 +124,7 @@ def test_torchs_override_is_taken_along() -> None:
     assert mixed_precision(theirs).param_dtype_override_fn is override
 
 
-@pytest.mark.parametrize("policy", [None, HALF, "bf16", MixedPrecisionPolicy, CPUOffloadPolicy()], ids=str)
+@for_each("policy", [None, HALF, "bf16", MixedPrecisionPolicy, CPUOffloadPolicy()])
 def test_no_mixed_precision_policy(policy: Any) -> None:
     with pytest.raises(FSDPTypeError, match="mp_policy must be a MixedPrecisionPolicy, got"):
         mixed_precision(policy)
@@ -152,7 +153,7 @@ def test_none_offloads_nothing() -> None:
     assert offload(None) == OffloadPolicy()
 
 
-@pytest.mark.parametrize("policy", [True, False, "cpu", CPUOffloadPolicy, MixedPrecisionPolicy()], ids=str)
+@for_each("policy", [True, False, "cpu", CPUOffloadPolicy, MixedPrecisionPolicy()])
 def test_no_offload_policy(policy: Any) -> None:
     with pytest.raises(FSDPTypeError, match="offload_policy must be an OffloadPolicy, a CPUOffloadPolicy or None, got"):
         offload(policy)

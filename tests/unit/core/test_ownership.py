@@ -6,7 +6,6 @@ import math
 import random
 from collections.abc import Sequence
 
-import pytest
 import torch
 
 from fsdp2.core.gather import Gather
@@ -15,6 +14,7 @@ from fsdp2.core.plan import GatherPlan, GroupPlan, ParamPlan
 from fsdp2.core.sharding import Partition
 from fsdp2.features.reshard_to_fewer import layout_over
 from tests.unit.core.helpers import CPU, FULL, HALF, FreshMemory, exchange, sources_of
+from tests.unit.helpers import for_each
 
 
 def owned(shape: Sequence[int], owner: int, order: tuple[int, ...] = ()) -> Partition:
@@ -41,7 +41,7 @@ def test_the_worked_example() -> None:
     assert region.filling == ((0, 2), (3, 1), (None, 3), (2, 2), (None, 1))
 
 
-@pytest.mark.parametrize("seed", range(60))
+@for_each("seed", range(20))
 def test_the_region_is_filled_without_gaps_or_overlaps(seed: int) -> None:
     generator = random.Random(seed)
     world_size, alignment = generator.choice([1, 2, 4, 64]), generator.choice([1, 4, 32])
@@ -66,9 +66,9 @@ def test_the_region_is_filled_without_gaps_or_overlaps(seed: int) -> None:
     assert region.capacity == max(loads), "no more than the rank that owns most needs"
 
 
-@pytest.mark.parametrize("threshold", [0, 1 << 30], ids=["direct", "packed"])
-@pytest.mark.parametrize("custom", [False, True], ids=["plain", "custom"])
-@pytest.mark.parametrize("seed", range(20))
+@for_each("threshold", [0, 1 << 30])
+@for_each("custom", [False, True])
+@for_each("seed", range(8))
 def test_gathering_brings_every_parameter_to_its_place(seed: int, custom: bool, threshold: float) -> None:
     generator = random.Random(seed)
     world_size = generator.choice([1, 2, 3, 4])
@@ -107,7 +107,7 @@ def test_one_member_carries_all_that_is_owned_and_copies_nothing() -> None:
     assert gather.allocated_bytes == 0, "neither sent from a copy nor staged"
 
 
-@pytest.mark.parametrize("seed", range(60))
+@for_each("seed", range(20))
 def test_on_fewer_ranks_a_neighbour_owns_what_several_did(seed: int) -> None:
     generator = random.Random(seed)
     world_size = generator.choice([2, 4, 8, 12])
@@ -131,8 +131,8 @@ def test_on_fewer_ranks_a_neighbour_owns_what_several_did(seed: int) -> None:
         assert numels == [slot.partition.numel if rank == slot.partition.owner else 0 for rank in range(fewer)]
 
 
-@pytest.mark.parametrize("threshold", [0, math.inf], ids=["direct", "packed"])
-@pytest.mark.parametrize("seed", range(30))
+@for_each("threshold", [0, math.inf])
+@for_each("seed", range(12))
 def test_gradient_slots_lie_apart(seed: int, threshold: float) -> None:
     generator = random.Random(seed)
     world_size = generator.choice([1, 2, 4, 64])

@@ -24,6 +24,7 @@ from fsdp2.core.param import (
 )
 from tests.harness import fake_world
 from tests.harness.internals import groups_of
+from tests.unit.helpers import for_each
 
 
 @pytest.fixture(autouse=True)
@@ -89,12 +90,6 @@ def test_a_module_with_a_setattr_of_its_own_is_registered_by_it() -> None:
     assert all(isinstance(each, DTensor) for each in model._flat_weights)
 
 
-def test_sharing_memory_is_refused() -> None:
-    layer = fully_shard(nn.Linear(4, 4))
-    with pytest.raises(FSDPRuntimeError, match="share the memory of the module before"):
-        layer.weight.share_memory_()
-
-
 def test_adopting_moves_the_identity_and_the_policy_for_gradients() -> None:
     layer = nn.Linear(4, 4, bias=False)
     layer.weight.grad_dtype = torch.float64
@@ -121,7 +116,7 @@ def test_adopting_a_frozen_parameter_freezes_the_unsharded_one() -> None:
 # ---- dtypes ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("policy", "unsharded", "accumulated"),
     [
         (MixedPrecisionPolicy(), torch.float32, torch.float32),
@@ -181,7 +176,7 @@ def test_registrations_swap_all_forms_in_every_slot() -> None:
     assert places.hold_sharded()
 
 
-@pytest.mark.parametrize("change", ["replaced", "removed", "frozen", "local"])
+@for_each("change", ["replaced", "removed", "frozen", "local"])
 def test_registrations_notice_what_changed(change: str) -> None:
     layer = fully_shard(nn.Linear(4, 4))
     places = Registrations(params_of(layer))
@@ -236,7 +231,7 @@ def test_a_replacement_that_is_sharded_alike_is_found() -> None:
     assert param.registered() is replacement
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("replacement", "message"),
     [
         (
@@ -249,7 +244,6 @@ def test_a_replacement_that_is_sharded_alike_is_found() -> None:
             "'weight' was replaced.* a DTensor of shape .8, 4",
         ),
     ],
-    ids=["plain", "removed", "another shape"],
 )
 def test_other_replacements_are_refused_by_name(replacement, message: str) -> None:  # type: ignore[no-untyped-def]
     layer = fully_shard(nn.Linear(4, 4, bias=False))

@@ -20,6 +20,7 @@ from fsdp2 import FSDPValueError, MixedPrecisionPolicy, _torch, fully_shard
 from fsdp2.core.reduce import GradientReducer, Scaling
 from tests.harness import fake_world
 from tests.harness.internals import groups_of
+from tests.unit.helpers import for_each
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 SIZES = [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (3, 2), (8, 4), (64, 16)]
@@ -44,9 +45,9 @@ def reduced(values: Tensor, scaling: Scaling) -> Tensor:
     return result / scaling.after if scaling.after != 1.0 else result
 
 
-@pytest.mark.parametrize("only_sums", [False, True])
-@pytest.mark.parametrize(("world_size", "replicas"), SIZES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@for_each("only_sums", [False, True])
+@for_each(("world_size", "replicas"), SIZES)
+@for_each("dtype", DTYPES)
 def test_the_mean_is_exact(dtype: torch.dtype, world_size: int, replicas: int, only_sums: bool) -> None:
     """Of values that add up without rounding: then there is one right answer."""
     ranks = world_size * replicas
@@ -60,10 +61,10 @@ def test_the_mean_is_exact(dtype: torch.dtype, world_size: int, replicas: int, o
     assert torch.equal(reduced(values, scaling), mean.to(dtype))
 
 
-@pytest.mark.parametrize("only_sums", [False, True])
-@pytest.mark.parametrize("factor", [1.0, 2.0, 3.0, 4.0, 6.0, 0.5, 100.0])
-@pytest.mark.parametrize(("world_size", "replicas"), SIZES[:-2])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@for_each("only_sums", [False, True])
+@for_each("factor", [1.0, 2.0, 3.0, 4.0, 6.0, 0.5, 100.0])
+@for_each(("world_size", "replicas"), SIZES[:-2])
+@for_each("dtype", DTYPES)
 def test_a_factor_divides_the_sum(
     dtype: torch.dtype, world_size: int, replicas: int, factor: float, only_sums: bool
 ) -> None:
@@ -101,8 +102,8 @@ def test_collectives_divide_where_they_can() -> None:
         assert Scaling.choose(dtype, 1, 1) == Scaling(1.0, total, total, 1.0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("factor", [None, 3.0, 8.0])
+@for_each("dtype", DTYPES)
+@for_each("factor", [None, 3.0, 8.0])
 def test_only_sums_are_asked_for_where_that_is_set(dtype: torch.dtype, factor: float | None) -> None:
     scaling = Scaling.choose(dtype, 8, 2, factor=factor, only_sums=True, premultiplies=True)
     assert scaling.scatter_op == scaling.replicate_op == dist.ReduceOp.SUM
@@ -123,7 +124,7 @@ def test_a_backend_that_multiplies_before_it_sums_is_let_to() -> None:
     assert Scaling.choose(torch.float32, 8, 2, factor=1.0, premultiplies=True).scatter_op == dist.ReduceOp.SUM
 
 
-@pytest.mark.parametrize("factor", [None, 2.0, 5.0, 8.0])
+@for_each("factor", [None, 2.0, 5.0, 8.0])
 def test_for_backends_that_cannot_multiply_the_result_is_divided(factor: float | None) -> None:
     """`Scaling.of_any_backend`: as for graphs, whose collectives sum and average only; the mean is the same."""
     chosen = Scaling.choose(torch.float32, 8, 2, factor=factor, premultiplies=True)
@@ -174,7 +175,7 @@ def buckets_of(reducer: GradientReducer) -> dict[torch.dtype, list[str]]:
     return {bucket.dtype: [param.fqn for param in bucket.params] for bucket in reducer.buckets}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("dtypes", "policy", "expected"),
     [
         ((FULL, FULL), MixedPrecisionPolicy(), {FULL: ["p0", "p1"]}),
@@ -184,7 +185,6 @@ def buckets_of(reducer: GradientReducer) -> dict[torch.dtype, list[str]]:
         ((FULL, torch.complex64), MixedPrecisionPolicy(), {FULL: ["p0"], torch.complex64: ["p1"]}),
         ((FULL, torch.complex64), MixedPrecisionPolicy(reduce_dtype=WIDE), {WIDE: ["p0"], torch.complex64: ["p1"]}),
     ],
-    ids=["one", "promoted", "widest", "asked for", "complex apart", "complex is not cast"],
 )
 def test_gradients_are_reduced_in_one_dtype_unless_asked_or_complex(
     dtypes: tuple[torch.dtype, ...], policy: Any, expected: dict[torch.dtype, list[str]], two_ranks: None
@@ -272,7 +272,7 @@ def test_abandoning_says_whether_earlier_gradients_were_lost(two_ranks: None) ->
 # ---- how it is scaled --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("change", "op", "after"),
     [
         (lambda model: None, dist.ReduceOp.AVG, 1.0),
@@ -280,7 +280,6 @@ def test_abandoning_says_whether_earlier_gradients_were_lost(two_ranks: None) ->
         (lambda model: model.set_gradient_divide_factor(8.0), dist.ReduceOp.SUM, 8.0),
         (lambda model: model.set_gradient_divide_factor(2.0), dist.ReduceOp.AVG, 1.0),
     ],
-    ids=["the mean", "sums only", "a factor", "the number of ranks"],
 )
 def test_settings_decide_the_operation_and_the_division(change: Any, op: Any, after: float, two_ranks: None) -> None:
     model, reducer = prepared(FULL)

@@ -19,7 +19,8 @@ from fsdp2 import FSDPValueError
 from fsdp2.core.mesh import DataParallelMesh, mesh_info
 from fsdp2.core.options import DataParallelMeshDims
 from fsdp2.core.sharding import requested_placement, sharding_of
-from tests.harness import fake_world
+from tests.harness import fake_world, others_full
+from tests.unit.helpers import for_each
 
 SHAPES = [(16, 8), (13, 8), (5, 16), (1, 8), (8,), (3,), (16, 8, 2)]
 
@@ -84,6 +85,7 @@ SPMD_CASES = [
     Case({"a": 2, "b": 2, "tp": 2}, dims={"replicate": ("a", "b")}, cut=0),
     Case({"c": 2, "a": 2, "b": 2}, dims={"replicate": "c", "shard": ("a", "b")}),
 ]
+SHORT = [CASES[0], CASES[3], CASES[5], CASES[9], CASES[12], *SPMD_CASES[2:4], SPMD_CASES[5], SPMD_CASES[8]]
 if not hasattr(torch_fsdp, "DataParallelMeshDims"):  # up to torch 2.12 there is nothing to compare with
     SPMD_CASES = []
 
@@ -123,7 +125,7 @@ def sharded_with(implementation: Any, case: Case, mesh: DeviceMesh) -> dict[str,
     return found  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("case", [*CASES, *SPMD_CASES], ids=str)
+@pytest.mark.parametrize("case", others_full([*CASES, *SPMD_CASES], SHORT), ids=str)  # 1 s each
 def test_parameters_lie_where_torch_puts_them(case: Case) -> None:
     for rank in range(case.world_size):
         with fake_world(case.world_size, rank):
@@ -190,14 +192,13 @@ def test_meshes_must_be_slices_of_one() -> None:
             sharding_of(parameter_on(other, Shard(0)), 0, data_parallel(mesh["dp"]), "'x'")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("make", "message"),
     [
         (lambda mesh: nn.Parameter(torch.zeros(8)), "'x' is a plain tensor; with dp_mesh_dims every parameter must"),
         (lambda mesh: parameter_on(mesh["tp"], Shard(0)), "'x'.*on the mesh|'x'.*mesh"),
         (lambda mesh: parameter_on(mesh, Shard(0), Replicate()), r"'x' has placement .*'dp'; it must be Replicate"),
     ],
-    ids=["plain", "part", "cut"],
 )
 def test_on_a_whole_mesh_parameters_are_replicated_dtensors(
     make: Callable[[DeviceMesh], nn.Parameter], message: str
@@ -219,7 +220,7 @@ def test_the_requested_dim_is_counted_from_either_end() -> None:
                 requested_placement(lambda p, dim=dim: Shard(dim), parameter, "x", default)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("answer", "message"),
     [
         (0, "must return Shard"),

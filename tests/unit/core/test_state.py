@@ -16,6 +16,7 @@ from fsdp2.core.mesh import DataParallelMesh, mesh_info
 from fsdp2.core.offload_choice import offloading_of
 from fsdp2.core.state import ShardArguments, forget_state, state_of, states_below, states_below_all
 from tests.harness import fake_world
+from tests.unit.helpers import for_each
 
 INPUT = torch.ones(2, 4)
 
@@ -110,9 +111,7 @@ def test_a_parameter_that_is_added_after_sharding_is_refused() -> None:
 # ---- what its hooks register -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("reshard_after_forward", "sharded"), [(None, [True, True, False]), (True, [True] * 3), (False, [False] * 3)]
-)
+@for_each(("reshard_after_forward", "sharded"), [(None, [True, True, False]), (True, [True] * 3), (False, [False] * 3)])
 def test_after_forward_parameters_are_registered_as_was_asked(
     reshard_after_forward: bool | None, sharded: list[bool]
 ) -> None:
@@ -165,7 +164,7 @@ def arguments(**changes: Any) -> ShardArguments:
     )
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "value"),
     [
         ("reshard_after_forward", (True, None)),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 from torch import nn
 
 from fsdp2.core.structure import Structure, has_forward, module_paths
+from tests.unit.helpers import for_each
 
 
 def build() -> nn.Module:
@@ -33,7 +33,7 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@for_each("change", CHANGES.values())
 def test_what_changed_is_noticed(change: Callable[[nn.Module], object]) -> None:
     model = build()
     structure = Structure([model])

@@ -7,11 +7,11 @@ from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from fsdp2.core.trees import Replaced, map_inputs, map_tensors, tensors_anywhere_in, tensors_in
+from tests.unit.helpers import for_each
 
 Pair = namedtuple("Pair", ["a", "b"])
 
@@ -103,7 +103,7 @@ def double(tensor: Tensor) -> Tensor:
     return tensor * 2
 
 
-@pytest.mark.parametrize("make", CLASSES, ids=range(len(CLASSES)))
+@for_each("make", CLASSES)
 def test_objects_of_the_programs_classes_go_through_unread_and_unwritten(make: Callable[[Tensor], Any]) -> None:
     value = make(torch.ones(2))
     replaced = Replaced()
@@ -113,7 +113,7 @@ def test_objects_of_the_programs_classes_go_through_unread_and_unwritten(make: C
     tensors_anywhere_in(value)
 
 
-@pytest.mark.parametrize("make", CONTAINERS, ids=range(len(CONTAINERS)))
+@for_each("make", CONTAINERS)
 def test_containers_are_mapped_in_their_own_type_and_written_ones_are_restored(make: Callable[[Tensor], Any]) -> None:
     x = torch.ones(2)
     value = make(x)
