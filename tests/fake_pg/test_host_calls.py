@@ -29,7 +29,6 @@ def calls(counts: StepCounts) -> float:
     return float(counts.calls[Phase.FORWARD] + counts.calls[Phase.BACKWARD])
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("params", [1, 12, 36])
 def test_calls_per_group_do_not_grow_with_its_parameters(params: int) -> None:
     """Forward and backward, built-in functions included, beyond what the unsharded model calls."""
@@ -41,20 +40,17 @@ def test_calls_per_group_do_not_grow_with_its_parameters(params: int) -> None:
     assert sharded.garbage_objects == 0
 
 
-@pytest.mark.full
 def test_a_mesh_for_each_parameter_costs_nothing_in_a_step() -> None:
     spec = small_parameters(blocks=8, params_per_block=12)
     assert counts_of("fsdp2-own-mesh", spec).calls == counts_of("fsdp2", spec).calls
 
 
-@pytest.mark.full
 def test_even_large_parameters_are_not_copied() -> None:
     counts = counts_of("fsdp2", replace(LARGE_PARAMETERS, blocks=2))
     large = 2 * LARGE_PARAMETERS.params_per_block * LARGE_PARAMETERS.dim * LARGE_PARAMETERS.hidden_dim * 4
     assert counts.copied_bytes().total() < large / 10, "those of the root alone, which are small"
 
 
-@pytest.mark.full
 def test_mixed_precision_casts_shards_and_gradients_once() -> None:
     counts = counts_of("fsdp2", replace(LARGE_PARAMETERS, blocks=2), torch.bfloat16)
     spec = LARGE_PARAMETERS
@@ -64,7 +60,6 @@ def test_mixed_precision_casts_shards_and_gradients_once() -> None:
     assert counts.copied_bytes().total() <= 1.1 * (cast_shards + packed_gradients)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_local_optimizer_step_calls_what_the_plain_one_does(fused: bool) -> None:
     """Of those beyond, none is for each parameter."""

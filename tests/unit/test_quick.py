@@ -9,8 +9,11 @@ from tests.quick import BESIDE, FIRST, LEFT_IN
 ROOT = Path(__file__).parents[2]
 
 
-def test_files_of_the_quick_run_exist() -> None:
-    assert [each for each in (*BESIDE, *FIRST) if not (ROOT / each).exists()] == []
+def test_what_the_quick_run_names_exists() -> None:
+    for each in (*BESIDE, *FIRST):
+        path, _, test = each.partition("::")
+        assert (ROOT / path).exists(), path
+        assert not test or f"def {test.partition('[')[0]}(" in (ROOT / path).read_text(), each
 
 
 def test_the_quick_run_leaves_out_what_needs_more_ranks() -> None:

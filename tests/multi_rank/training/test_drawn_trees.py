@@ -230,7 +230,6 @@ WAYS: dict[str, Callable[[Outer], nn.Module]] = {
 }
 
 
-@pytest.mark.full  # 8 s
 @multi_rank(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_drawn_trees_are_seen_as_they_are(way: str) -> None:
