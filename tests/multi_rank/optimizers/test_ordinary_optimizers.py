@@ -207,8 +207,9 @@ def test_fused_steps_take_together_what_fills_vectors(make: MakeOptimizer, dtype
         with CountsFused() as counted:
             optimizer.step()
         twin.step()
-        leaves_over = dtype == torch.bfloat16 and dist.get_world_size() == 3 and dist.get_rank() < 2  # 7 rows, 96 bytes
-        assert counted.tensors == (6 if leaves_over else 5)
+        # Whether shards of 96 bytes of three ranks leave something over depends on the width of the processor's vectors.
+        may_leave_over = dtype == torch.bfloat16 and dist.get_world_size() == 3
+        assert counted.tensors == 5 or (may_leave_over and counted.tensors == 6)
         names = [name for name, _ in model.named_parameters()]
         shards = [parameter.to_local() for parameter in model.parameters()]
         assert_same("shards", *(dict(zip(names, each, strict=True)) for each in (shards, plain)))
