@@ -207,7 +207,7 @@ def test_fused_steps_take_together_what_fills_vectors(make: MakeOptimizer, dtype
         with CountsFused() as counted:
             optimizer.step()
         twin.step()
-        # Whether shards of 96 bytes of three ranks leave something over depends on the width of the processor's vectors.
+        # Whether shards of 96 bytes leave something over depends on the width of this processor's vectors.
         may_leave_over = dtype == torch.bfloat16 and dist.get_world_size() == 3
         assert counted.tensors == 5 or (may_leave_over and counted.tensors == 6)
         names = [name for name, _ in model.named_parameters()]
