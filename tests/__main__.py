@@ -5,14 +5,11 @@ Arguments go to both. With a path among them there is one process, as with pytes
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-
-from tests.harness.parity_table import NOT_SHOWN, RECORD, what_the_record_has_not_shown
 
 BESIDE = (
     "tests/unit",
@@ -36,12 +33,12 @@ def lanes() -> tuple[list[str], list[str]]:
     return [folder for folder in folders if folder not in BESIDE], list(BESIDE)
 
 
-def side_by_side(first: Sequence[str], second: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
+def side_by_side(first: Sequence[str], second: Sequence[str]) -> int:
     """Run both command lines, and print what the second has printed at the end; the exit status of both together."""
     with tempfile.TemporaryFile("w+") as printed:
-        beside = subprocess.Popen(second, stdout=printed, stderr=subprocess.STDOUT, env=environment)
+        beside = subprocess.Popen(second, stdout=printed, stderr=subprocess.STDOUT)
         try:
-            found = [subprocess.call(first, env=environment), beside.wait()]
+            found = [subprocess.call(first), beside.wait()]
         except BaseException:
             beside.kill()
             raise
@@ -63,13 +60,7 @@ def main(arguments: Sequence[str]) -> int:
     if any(Path(each.split("::")[0]).exists() for each in arguments):
         return subprocess.call(pytest)
     first, beside = lanes()
-    with tempfile.TemporaryDirectory() as folder:
-        record = Path(folder) / "record"
-        status = side_by_side([*pytest, *first], [*pytest, *beside], os.environ | {RECORD: str(record)})
-        missing = what_the_record_has_not_shown(record)
-    if missing:
-        print(f"----- {NOT_SHOWN}", *missing, sep="\n", flush=True)
-    return status
+    return side_by_side([*pytest, *first], [*pytest, *beside])
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from tests.harness.covering import thin_out
 from tests.harness.fake import FakeWorlds
-from tests.harness.parity_table import report_what_was_not_shown
 from tests.harness.parts import asked_part, part_of
 from tests.harness.pool import WorkerPools, start_fork_server
 from tests.harness.pooling import pool_if_asked
@@ -55,11 +54,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         return
     if any("pools" in getattr(item, "fixturenames", ()) for item in session.items):
         start_fork_server()
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Names the rows of docs/parity.md that a whole run has not shown, as on a torch that lacks what they need."""
-    report_what_was_not_shown(terminalreporter)
 
 
 @pytest.fixture(scope="session")

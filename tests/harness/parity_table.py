@@ -1,14 +1,11 @@
-"""Reads docs/parity.md, and pages like it: rows, the tests that they name, and which of them a run has shown."""
+"""Reads docs/parity.md, and pages like it: rows, and the tests that they name."""
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 TESTS = Path(__file__).resolve().parents[1]
 DOCUMENT = TESTS.parent / "docs" / "parity.md"
@@ -68,50 +65,3 @@ def rows_of(table: str) -> list[Row]:
 def shown_by(name: str) -> list[str]:
     """The tests that show ``name``: with an argument, ``FSDPModule.unshard(async_op)``, those of its rows only."""
     return list(dict.fromkeys(test for row in rows() if name in row.names for test in row.tests))
-
-
-RECORD = "FSDP2_TEST_RECORD"
-"""Names a file to which each part of a whole run adds the tests that it ran (see ``tests.__main__``)."""
-
-
-def report_what_was_not_shown(reporter: Any) -> None:
-    """At the end of a whole run, name the rows of which some test did not run (or was skipped).
-
-    Whole is a run that was not narrowed by ``-k`` and had tests of every file that is named. A part of one records what
-    it ran, for `what_was_not_shown`.
-
-    Args:
-        reporter: pytest's terminal reporter.
-    """
-    reports = {kind: reporter.stats.get(kind, []) for kind in ("passed", "failed", "skipped")}
-    found = {each.nodeid: kind for kind, each_kind in reports.items() for each in each_kind if hasattr(each, "nodeid")}
-    if reporter.config.option.keyword:
-        return
-    record = os.environ.get(RECORD)
-    if record is not None:
-        with Path(record).open("a") as file:
-            file.writelines(f"{kind} {node}\n" for node, kind in found.items())
-        return
-    missing = what_was_not_shown(found)
-    if missing:
-        reporter.section(NOT_SHOWN)
-        for test in missing:
-            reporter.line(test)
-
-
-NOT_SHOWN = "rows of docs/parity.md that this run has not shown"
-
-
-def what_was_not_shown(found: Mapping[str, str]) -> list[str]:
-    """Tests named in rows that did not run, if ``found`` (how each test ended) has some of every file that is named."""
-    named = {f"tests/{test}" for row in rows() for test in row.tests}
-    if not {test.split("::")[0] for test in named} <= {node.split("::")[0] for node in found}:
-        return []
-    ran = {node.split("[")[0] for node, kind in found.items() if kind in ("passed", "failed")}
-    return sorted(named - ran)
-
-
-def what_the_record_has_not_shown(record: Path) -> list[str]:
-    """The same, of the parts that have written ``record``."""
-    lines = record.read_text().splitlines() if record.exists() else []
-    return what_was_not_shown({node: kind for kind, _, node in (line.partition(" ") for line in lines)})

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import Accumulation, Reference, multi_rank
+from tests.harness import Reference, multi_rank
 from tests.harness.compare import SUM_ORDER
 from tests.harness.models import UNEVEN_MLP
 from tests.harness.parity.custom_collectives import custom_all_gather, custom_reduce_scatter, persistent_collectives
@@ -20,24 +20,20 @@ from tests.harness.parity.trace import GATHER, REDUCE, SCATTER, traced
 
 
 @multi_rank(2, 4)
-def test_a_custom_all_gather_gathers_one_group_once_and_allocates_its_memory(world_size: int) -> None:
-    model, log = shard(TOWER), []
-    model.b.set_custom_all_gather(custom_all_gather(log))
+def test_custom_collectives_are_called_once_for_all_parameters_of_a_group(world_size: int) -> None:
+    """And allocate the memory that they communicate in."""
+    model, gathers, scatters = TOWER.build(), [], []
+    API.fully_shard([model.a, model.b])
+    API.fully_shard(model)
+    model.b.set_custom_all_gather(custom_all_gather(gathers))
+    model.b.set_custom_reduce_scatter(custom_reduce_scatter(scatters))
     loss_on(TOWER, model).backward()
-    assert len(log) == 2  # forward and backward
-    assert all(SIZES["b"] <= entry["numel"] <= SIZES["b"] * 9 / 8 for entry in log)
-    assert all(entry["input"] * world_size == entry["numel"] for entry in log)
-    assert all(entry["ranks"] == list(range(world_size)) and entry["own_memory"] for entry in log)
-
-
-@multi_rank(2, 4)
-def test_a_custom_reduce_scatter_reduces_one_group_once_and_allocates_its_memory(world_size: int) -> None:
-    model, log = shard(TOWER), []
-    model.b.set_custom_reduce_scatter(custom_reduce_scatter(log))
-    loss_on(TOWER, model).backward()
-    (entry,) = log
-    assert SIZES["b"] <= entry["numel"] <= SIZES["b"] * 9 / 8 and entry["numel"] == entry["output"] * world_size
-    assert entry["ranks"] == list(range(world_size)) and entry["own_memory"]
+    assert len(gathers) == 2 and len(scatters) == 1  # forward and backward
+    numel = SIZES["a"] + SIZES["b"]
+    for entry in (*gathers, *scatters):
+        assert numel <= entry["numel"] <= numel * 9 / 8
+        assert entry["ranks"] == list(range(world_size)) and entry["own_memory"]
+        assert entry.get("input", entry.get("output")) * world_size == entry["numel"]
 
 
 @multi_rank(2)
@@ -59,29 +55,7 @@ def test_a_custom_all_gather_is_told_whether_it_may_be_asynchronous() -> None:
     assert [entry["async_op"] for entry in log] == [True] * 3
 
 
-@multi_rank(2, 4)
-def test_one_call_carries_all_parameters_of_a_group(world_size: int) -> None:
-    model, gathers, scatters = shard(UNEVEN_MLP), [], []
-    model[0].set_custom_all_gather(custom_all_gather(gathers))
-    model[0].set_custom_reduce_scatter(custom_reduce_scatter(scatters))
-    loss_on(UNEVEN_MLP, model).backward()
-    numel = sum(parameter.numel() for parameter in model[0].parameters())
-    assert len(gathers) == 2 and all(entry["numel"] >= numel for entry in gathers)
-    assert len(scatters) == 1 and scatters[0]["numel"] >= numel
-
-
-@multi_rank(2, 4)
-@pytest.mark.parametrize("precision", [{}, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}], ids=str)
-def test_training_with_custom_collectives(precision: dict[str, Any], world_size: int) -> None:
-    model, gathers, scatters = shard(UNEVEN_MLP, mp_policy=API.MixedPrecisionPolicy(**precision)), [], []
-    for unit in UNEVEN_MLP.units(model):
-        unit.set_custom_all_gather(custom_all_gather(gathers))
-        unit.set_custom_reduce_scatter(custom_reduce_scatter(scatters))
-    train(UNEVEN_MLP, model, reference=Reference(UNEVEN_MLP, world_size=world_size, **precision))
-    assert gathers and scatters
-    assert {entry["dtype"] for entry in gathers} == {precision.get("param_dtype", torch.float32)}
-
-
+@pytest.mark.full
 @multi_rank(2, 4)
 @pytest.mark.parametrize("replicate", [1, 2])
 @beyond_torch("gradients are views of the buffers, which the next group overwrites")
@@ -100,14 +74,17 @@ def test_training_with_collectives_that_use_their_buffers_again(replicate: int, 
     train(UNEVEN_MLP, model, reference=reference, before_forward=before_forward, tolerance=SUM_ORDER)
 
 
+@pytest.mark.full
 @multi_rank(4)
-def test_training_with_custom_collectives_under_hsdp() -> None:
+@pytest.mark.parametrize("precision", [{}, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}], ids=str)
+def test_training_with_custom_collectives_under_hsdp(precision: dict[str, Any]) -> None:
     mesh = mesh_of(2, 2)
-    model, gathers, scatters = shard(TOWER, mesh=mesh), [], []
+    model, gathers, scatters = shard(TOWER, mesh=mesh, mp_policy=API.MixedPrecisionPolicy(**precision)), [], []
     for unit in TOWER.units(model):
         unit.set_custom_all_gather(custom_all_gather(gathers))
         unit.set_custom_reduce_scatter(custom_reduce_scatter(scatters))
-    train(TOWER, model)
+    train(TOWER, model, reference=Reference(TOWER, world_size=4, **precision))
+    assert {entry["dtype"] for entry in gathers} == {precision.get("param_dtype", torch.float32)}
     ranks = dist.get_process_group_ranks(mesh["shard"].get_group())
     assert all(entry["ranks"] == ranks for entry in [*gathers, *scatters])
 
@@ -172,53 +149,31 @@ def test_memory_of_the_process_group_is_no_choice_beside_custom_collectives(meth
 
 
 @multi_rank(2)
-@pytest.mark.parametrize("buffers", [1, 2, 4])
-def test_no_more_inputs_of_reductions_are_kept_than_allowed_and_no_fewer(buffers: int) -> None:
+@pytest.mark.parametrize(("buffers", "recurse"), [(1, True), (2, True), (4, True), (4, False)])
+def test_no_more_inputs_of_reductions_are_kept_than_allowed_and_no_fewer(buffers: int, recurse: bool) -> None:
     """Seen by what is still alive of earlier reductions when the last of four is issued."""
     model, log = shard(TOWER), []
-    model.set_reduce_scatter_max_input_buffers(buffers)
+    model.set_reduce_scatter_max_input_buffers(buffers, recurse=recurse)  # the root has no parameters of its own
     reduce_scatter = custom_reduce_scatter(log)
     for unit in TOWER.units(model):
         unit.set_custom_reduce_scatter(reduce_scatter)
     loss_on(TOWER, model).backward()
-    assert [entry["earlier_inputs_alive"] for entry in log] == [min(index, buffers - 1) for index in range(4)]
+    alive = [min(index, buffers - 1) if recurse else 0 for index in range(4)]
+    assert [entry["earlier_inputs_alive"] for entry in log] == alive
 
 
-@multi_rank(2)
-def test_the_number_of_buffers_is_set_for_submodules_only_with_recurse() -> None:
-    model, log = shard(TOWER), []
-    model.set_reduce_scatter_max_input_buffers(4, recurse=False)  # the root has no parameters of its own
-    reduce_scatter = custom_reduce_scatter(log)
-    for unit in TOWER.units(model):
-        unit.set_custom_reduce_scatter(reduce_scatter)
-    loss_on(TOWER, model).backward()
-    assert [entry["earlier_inputs_alive"] for entry in log] == [0] * 4
-
-
-@multi_rank(2, 4)
-@pytest.mark.parametrize("buffers", [1, 2, 5])
-def test_training_with_several_reductions_in_flight(buffers: int, world_size: int) -> None:
-    model = shard(UNEVEN_MLP)
-    model.set_reduce_scatter_max_input_buffers(buffers)
-    train(UNEVEN_MLP, model)
-
-
-@multi_rank(2)
-@pytest.mark.parametrize(("value", "error"), [(True, TypeError), (1.0, TypeError), ("2", TypeError), (0, ValueError)])
-def test_the_number_of_buffers_is_a_positive_int(value: Any, error: type[Exception]) -> None:
-    model = shard(TOWER)
-    for recurse in (True, False):
-        with pytest.raises(error, match="max_input_buffers"):
-            model.set_reduce_scatter_max_input_buffers(value, recurse=recurse)
-
-
-@multi_rank(2, 4)
-def test_reductions_in_a_process_group_of_their_own(world_size: int) -> None:
-    model = shard(TOWER)
+@pytest.mark.full
+@multi_rank(4)
+def test_reductions_in_a_process_group_of_their_own() -> None:
+    """Of the ranks of the shard axis."""
+    mesh = mesh_of(2, 2)
+    model = shard(TOWER, mesh=mesh)
+    ranks = tuple(dist.get_process_group_ranks(mesh["shard"].get_group()))
 
     def groups_of_a_step() -> tuple[set[str], set[str]]:
         with traced() as trace:
             loss_on(TOWER, model).backward()
+        assert {each.ranks for kind in (GATHER, SCATTER) for each in trace.of(kind)} == {ranks}
         return {each.group for each in trace.of(GATHER)}, {each.group for each in trace.of(SCATTER)}
 
     groups_of_a_step()
@@ -229,6 +184,8 @@ def test_reductions_in_a_process_group_of_their_own(world_size: int) -> None:
     assert gather_now == gather and len(scatter_now) == 1 and scatter_now.isdisjoint(gather)
     model.set_separate_reduce_scatter_group(True)  # again: the same one
     assert groups_of_a_step() == (gather_now, scatter_now)
+    model.zero_grad()
+    train(TOWER, model)
     model.set_separate_reduce_scatter_group(False)
     assert groups_of_a_step() == (gather, scatter)
 
@@ -247,45 +204,10 @@ def test_a_process_group_of_its_own_for_one_module_only() -> None:
     assert groups[False] == gathers and groups[True] != gathers
 
 
-@multi_rank(4)
-def test_that_process_group_has_the_ranks_of_the_shard_axis() -> None:
-    mesh = mesh_of(2, 2)
-    model = shard(TOWER, mesh=mesh)
-    model.set_separate_reduce_scatter_group(True)
-    loss_on(TOWER, model).backward()
-    with traced() as trace:
-        loss_on(TOWER, model).backward()
-    ranks = tuple(dist.get_process_group_ranks(mesh["shard"].get_group()))
-    assert {each.ranks for each in trace.of(SCATTER)} == {ranks}
-    assert {each.group for each in trace.of(SCATTER)}.isdisjoint({each.group for each in trace.of(GATHER)})
-    model.zero_grad()
-    train(TOWER, model)
-
-
-@multi_rank(2, 4)
-def test_training_with_a_separate_group_from_the_start(world_size: int) -> None:
-    model = shard(UNEVEN_MLP)
-    model.set_separate_reduce_scatter_group()
-    train(UNEVEN_MLP, model)
-
-
 # ---- which backward is the last ------------------------------------------------------------------
 
 
-@multi_rank(2, 4)
-@pytest.mark.parametrize("accumulation", list(Accumulation), ids=lambda each: each.name)
-def test_microbatches_with_the_last_backward_marked(accumulation: Accumulation, world_size: int) -> None:
-    model = shard(UNEVEN_MLP)
-
-    def before_forward(micro: int) -> None:
-        model.set_is_last_backward(micro == 2)
-        if accumulation is Accumulation.REDUCE_LAST:
-            model.set_requires_gradient_sync(micro == 2)
-
-    reference = Reference(UNEVEN_MLP, world_size=world_size, microbatches=3, accumulation=accumulation)
-    train(UNEVEN_MLP, model, reference=reference, before_forward=before_forward)
-
-
+@pytest.mark.full
 @multi_rank(2)
 def test_a_backward_that_is_not_the_last_leaves_its_reductions_pending() -> None:
     """Seen by the memory of the reductions: kept until the last backward has waited for them."""
@@ -300,6 +222,7 @@ def test_a_backward_that_is_not_the_last_leaves_its_reductions_pending() -> None
         assert any(not each.expired() for each in reduce_scatter.inputs) == (not is_last)
 
 
+@pytest.mark.full
 @multi_rank(2)
 @pytest.mark.parametrize("recurse", [True, False])
 def test_gradient_sync_recurses_unless_told_not_to(recurse: bool) -> None:

@@ -8,18 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tests.harness import Reference, adamw, assert_same, full_parameters, multi_rank
-from tests.harness.compare import SUM_ORDER, Tolerance
-from tests.harness.models import MLP, TRANSFORMER, UNEVEN_MLP, ModelCase
+from tests.harness.compare import SUM_ORDER
+from tests.harness.models import UNEVEN_MLP, ModelCase
 from tests.harness.parity.implementation import API, beyond_torch
-from tests.harness.parity.programs import ROOTED, TOWER, WIDTH, is_sharded, loss_on, mesh_of, shard, train, trainable
+from tests.harness.parity.programs import ROOTED, TOWER, WIDTH, is_sharded, loss_on, shard, train, trainable
 from tests.harness.parity.trace import GATHER, traced
 
 # ---- activation checkpointing --------------------------------------------------------------------
@@ -75,43 +73,16 @@ def _chain(way: str | None, outer: bool) -> ModelCase:
 
 
 @multi_rank(2, 4)
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
 @pytest.mark.parametrize("outer", [True, False], ids=["around_the_unit", "within_the_unit"])
 @pytest.mark.parametrize("way", list(WAYS))
-def test_checkpoints_around_and_within_units(way: str, outer: bool, world_size: int) -> None:
-    train(_chain(None, outer), shard(_chain(way, outer)))
+def test_checkpoints_around_and_within_units(
+    way: str, outer: bool, reshard_after_forward: bool, world_size: int
+) -> None:
+    train(_chain(None, outer), shard(_chain(way, outer), reshard_after_forward=reshard_after_forward))
 
 
-@multi_rank(2)
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-@pytest.mark.parametrize("way", list(WAYS))
-def test_checkpoints_with_both_ways_of_resharding(way: str, reshard_after_forward: bool) -> None:
-    train(_chain(None, True), shard(_chain(way, True), reshard_after_forward=reshard_after_forward))
-
-
-@multi_rank(2)
-@pytest.mark.parametrize("way", ["reentrant", "non_reentrant"])
-def test_checkpoints_with_accumulation_and_mixed_precision(way: str) -> None:
-    precision = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    model = shard(_chain(way, True), mp_policy=API.MixedPrecisionPolicy(**precision))
-    train(
-        _chain(None, True),
-        model,
-        reference=Reference(_chain(None, True), world_size=2, microbatches=2, grad_dtype=torch.float32, **precision),
-        before_forward=lambda micro: model.set_requires_gradient_sync(micro == 1),
-        tolerance=Tolerance(rtol=2e-2, atol=5e-3, reason="bfloat16"),
-    )
-
-
-@multi_rank(2)
-def test_the_checkpoint_wrapper_under_the_unit() -> None:
-    case = TRANSFORMER
-    model = case.build()
-    apply_activation_checkpointing(model, check_fn=lambda module: type(module).__name__ == "Block")
-    for block in model.blocks:
-        API.fully_shard(block)
-    train(case, API.fully_shard(model))
-
-
+@pytest.mark.full
 @multi_rank(2)
 def test_a_checkpointed_unit_is_gathered_once_in_backward() -> None:
     case = _chain("non_reentrant", True)
@@ -124,36 +95,6 @@ def test_a_checkpointed_unit_is_gathered_once_in_backward() -> None:
     numel = sum(parameter.numel() for parameter in model.blocks[0].parameters())
     gathered = sum(each.numel for each in trace.of(GATHER))
     assert 3 * numel <= gathered < 4 * numel
-
-
-# ---- gradient scaling ----------------------------------------------------------------------------
-
-
-@multi_rank(2, 4)
-def test_the_stock_gradient_scaler(world_size: int) -> None:
-    model, reference = shard(UNEVEN_MLP), Reference(UNEVEN_MLP, world_size=world_size)
-    optimizer, scaler = adamw(trainable(model)), torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    for _ in range(3):
-        record = reference.step()
-        scaler.scale(loss_on(UNEVEN_MLP, model, record.step)).backward()
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        assert_same("parameters", full_parameters(model), record.parameters, tolerance=SUM_ORDER)
-
-
-@multi_rank(2)
-def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
-    model = shard(UNEVEN_MLP)
-    before = full_parameters(model)
-    optimizer, scaler = adamw(trainable(model)), torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    loss = loss_on(UNEVEN_MLP, model)
-    scaler.scale(loss * (float("inf") if dist.get_rank() == 1 else 1.0)).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == 2.0**9
-    assert_same("parameters", full_parameters(model), before)
 
 
 # ---- autocast, transforms, inference mode --------------------------------------------------------
@@ -171,6 +112,7 @@ def test_autocast() -> None:
         assert torch.allclose(mine, parameter.grad / 2, rtol=1e-2, atol=1e-4)
 
 
+@pytest.mark.full
 @multi_rank(2)
 @pytest.mark.parametrize(
     "mode",
@@ -227,30 +169,10 @@ def test_jvp_through_a_forward() -> None:
     train(TOWER, model, steps=1)
 
 
-@multi_rank(2)
-def test_gradients_of_inputs() -> None:
-    model, plain = shard(UNEVEN_MLP), UNEVEN_MLP.build()
-    inputs = [torch.randn(4, 13, generator=torch.Generator().manual_seed(0)).requires_grad_() for _ in range(2)]
-    for each, x in zip((model, plain), inputs, strict=True):
-        each(x).square().sum().backward()
-    assert torch.equal(inputs[0].grad, inputs[1].grad)
-
-
-@multi_rank(2)
-def test_autograd_grad_instead_of_backward() -> None:
-    """Gradients asked for inputs only: nothing is reduced, nothing stays unsharded."""
-    model, plain = shard(UNEVEN_MLP), UNEVEN_MLP.build()
-    results = []
-    for each in (model, plain):
-        x = torch.randn(4, 13, generator=torch.Generator().manual_seed(0)).requires_grad_()
-        results.append(torch.autograd.grad(each(x).sum(), x)[0])
-    assert torch.equal(*results)
-    train(UNEVEN_MLP, model, steps=2)
-
-
 # ---- hooks on gradients --------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @multi_rank(2, 4)
 def test_post_accumulate_hooks_see_the_reduced_gradient_once_per_backward(world_size: int) -> None:
     model, record = shard(UNEVEN_MLP), Reference(UNEVEN_MLP, world_size=world_size).step()
@@ -267,25 +189,7 @@ def test_post_accumulate_hooks_see_the_reduced_gradient_once_per_backward(world_
     assert sorted(seen) == sorted(name for name, _ in model.named_parameters())
 
 
-@multi_rank(2, 4)
-def test_the_optimizer_steps_in_backward(world_size: int) -> None:
-    model, reference = shard(UNEVEN_MLP), Reference(UNEVEN_MLP, world_size=world_size)
-    for parameter in model.parameters():
-        optimizer = adamw([parameter])
-
-        def step(p: nn.Parameter, optimizer: torch.optim.Optimizer = optimizer) -> None:
-            optimizer.step()
-            optimizer.zero_grad()
-
-        parameter.register_post_accumulate_grad_hook(step)
-    for _ in range(3):
-        record = reference.step()
-        loss_on(UNEVEN_MLP, model, record.step).backward()
-        tolerance = None if world_size == 2 else SUM_ORDER
-        assert_same("parameters", full_parameters(model), record.parameters, tolerance=tolerance)
-        assert all(parameter.grad is None for parameter in model.parameters())
-
-
+@pytest.mark.full
 @multi_rank(2)
 def test_hooks_of_the_user_see_unsharded_parameters_before_and_sharded_ones_after() -> None:
     model = TOWER.build()
@@ -299,6 +203,7 @@ def test_hooks_of_the_user_see_unsharded_parameters_before_and_sharded_ones_afte
     assert seen == [("pre, early", False), ("pre, late", False), ("post, early", False), ("post, late", True)]
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_backward_hooks_on_modules() -> None:
     model, plain = shard(TOWER), TOWER.build()
@@ -312,21 +217,6 @@ def test_backward_hooks_on_modules() -> None:
 # ---- several losses, several models --------------------------------------------------------------
 
 
-@multi_rank(2, 4)
-def test_two_models_trained_in_turns(world_size: int) -> None:
-    """A generator and a critic: two roots, the gradient of one flowing through the other."""
-    first, second = shard(TOWER), shard(TOWER, TOWER.build(seed=1))
-    plain = [TOWER.build(), TOWER.build(seed=1)]
-    inputs = [TOWER.batch(0, 0, rank).inputs for rank in range(world_size)]
-    second(first(inputs[dist.get_rank()])).square().mean().backward()
-    for x in inputs:
-        plain[1](plain[0](x)).square().mean().backward()
-    for mine, theirs in zip((first, second), plain, strict=True):
-        for name, parameter in theirs.named_parameters():
-            gradient = mine.get_parameter(name).grad.full_tensor()
-            assert torch.allclose(gradient, parameter.grad / world_size, rtol=1e-4, atol=1e-6), name
-
-
 def roots(*, share: bool) -> tuple[Any, Any]:
     first, second = shard(UNEVEN_MLP), shard(UNEVEN_MLP)
     if share:
@@ -335,18 +225,7 @@ def roots(*, share: bool) -> tuple[Any, Any]:
     return first, second
 
 
-@multi_rank(2)
-@pytest.mark.parametrize("share", [True, False])
-def test_two_roots_trained_one_after_the_other(share: bool) -> None:
-    first, second = roots(share=share)
-    for _ in range(2):
-        for model in (first, second):
-            loss_on(UNEVEN_MLP, model).backward()
-            model.zero_grad()
-    for model in (first, second):
-        train(UNEVEN_MLP, model, steps=2)
-
-
+@pytest.mark.full
 @multi_rank(2)
 @pytest.mark.parametrize(
     "share", [pytest.param(True, marks=beyond_torch("IndexError: one backward clears the order of the other")), False]
@@ -365,29 +244,16 @@ def test_two_roots_with_interleaved_forwards_and_backwards(share: bool) -> None:
         train(UNEVEN_MLP, model, steps=1)
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_an_iteration_that_failed_is_forgotten_by_reset() -> None:
-    class Failing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = MLP.make_model()
-            self.fail = True
+    def fail(*_: Any) -> None:
+        raise KeyError("as meant")
 
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.inner(x)
-            if self.fail:
-                raise KeyError("as meant")
-            return y
-
-    case = ModelCase("failing", Failing, MLP.make_batch, ("inner.0", "inner.2"), F.mse_loss)
-    model, plain = shard(case), case.build()
+    model = shard(ROOTED)
+    hook = model[4].register_forward_hook(fail)
     with pytest.raises(KeyError, match="as meant"):
-        loss_on(case, model)
+        loss_on(ROOTED, model)
     model.reset_iter_state()
-    model.fail = plain.fail = False
-    train(case, model, reference=Reference(case, world_size=2, model=plain))
-
-
-@multi_rank(4)
-def test_checkpoints_under_hsdp() -> None:
-    train(_chain(None, True), shard(_chain("non_reentrant", True), mesh=mesh_of(2, 2)))
+    hook.remove()
+    train(ROOTED, model)

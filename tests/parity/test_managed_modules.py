@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from tests.harness import Reference, assert_same, full_parameters, multi_rank
-from tests.harness.models import CONV, FROZEN, MLP, PARTLY_USED, TIED, TRANSFORMER, UNEVEN_MLP, ModelCase
+from tests.harness.models import MLP, TIED, TRANSFORMER, UNEVEN_MLP, ModelCase
 from tests.harness.parity.implementation import API, IS_TORCH, beyond_torch
 from tests.harness.parity.programs import TOWER, WIDTH, Layer, is_sharded, loss_on, mesh_of, shard, train
 from tests.harness.parity.trace import GATHER, traced
@@ -22,6 +22,7 @@ from tests.harness.parity.trace import GATHER, traced
 # ---- the class -----------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_the_module_itself_is_returned_with_a_class_derived_from_both() -> None:
     module = nn.Linear(3, 5)
@@ -61,6 +62,7 @@ def test_the_state_of_a_sharded_module_can_be_asked_of_itself() -> None:
         assert unit._get_fsdp_state() is API.fully_shard.state(unit)
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_names_and_structure_are_those_of_the_plain_model() -> None:
     model, plain = shard(TRANSFORMER), TRANSFORMER.build()
@@ -124,6 +126,7 @@ class Coder(nn.Module):
 CODER = ModelCase("coder", Coder, TOWER.make_batch, (), F.mse_loss)
 
 
+@pytest.mark.full
 @multi_rank(2, 4)
 def test_a_registered_method_gathers_and_trains_like_forward(world_size: int) -> None:
     model = shard(CODER)
@@ -167,6 +170,7 @@ def test_registering_a_method_that_is_missing_is_an_error() -> None:
 # ---- which parameters ----------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @multi_rank(2, 4)
 @pytest.mark.parametrize(
     "kind",
@@ -188,15 +192,7 @@ def test_ignored_parameters_are_left_alone(kind: Callable[[Any], Any], world_siz
     assert torch.allclose(reduced, record.gradients["0.weight"], rtol=1e-5, atol=1e-6)
 
 
-@multi_rank(2)
-@pytest.mark.parametrize("case", [TIED, FROZEN, PARTLY_USED, CONV], ids=str)
-def test_shared_frozen_and_unused_parameters(case: ModelCase) -> None:
-    model = shard(case)
-    train(case, model)
-    for name, parameter in case.build().named_parameters():
-        assert model.get_parameter(name).requires_grad == parameter.requires_grad
-
-
+@pytest.mark.full
 @multi_rank(2)
 def test_parameters_shared_within_a_call_stay_shared() -> None:
     model = shard(TIED)
@@ -207,6 +203,7 @@ def test_parameters_shared_within_a_call_stay_shared() -> None:
     assert model.head.weight is model.embedding.weight
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_a_parameter_shared_by_two_calls_is_an_error() -> None:
     """With torch's; ours trains it (tests/multi_rank/parameters/test_tied_across_groups.py)."""
@@ -218,6 +215,7 @@ def test_a_parameter_shared_by_two_calls_is_an_error() -> None:
         model(torch.randn(2, 4))
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_a_module_registered_twice() -> None:
     class Twice(nn.Module):
@@ -236,8 +234,9 @@ def test_a_module_registered_twice() -> None:
         train(case, model)
 
 
+@pytest.mark.full
 @multi_rank(2)
-def test_a_frozen_parameter_gets_no_gradient_and_may_be_thawed() -> None:
+def test_a_frozen_parameter_gets_no_gradient_and_may_be_thawed_and_frozen_again() -> None:
     model = MLP.build()
     model[0].requires_grad_(False)
     shard(MLP, model)
@@ -246,18 +245,12 @@ def test_a_frozen_parameter_gets_no_gradient_and_may_be_thawed() -> None:
     model.zero_grad()
     model[0].requires_grad_(True)
     train(MLP, model)
-
-
-@multi_rank(2)
-def test_a_trained_parameter_may_be_frozen_later() -> None:
-    model = shard(MLP)
-    loss_on(MLP, model).backward()
-    model.zero_grad()
     model[0].requires_grad_(False)
     loss_on(MLP, model).backward()
     assert model[0].weight.grad is None and model[2].weight.grad is not None
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_buffers_stay_as_they_are_and_are_of_each_rank() -> None:
     def build() -> nn.Module:
@@ -276,6 +269,7 @@ def test_buffers_stay_as_they_are_and_are_of_each_rank() -> None:
     assert model[1].num_batches_tracked == 1
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_modules_without_parameters() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, 3), nn.GELU(), nn.Identity())
@@ -287,6 +281,7 @@ def test_modules_without_parameters() -> None:
     assert model[0].weight.grad is not None
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_containers_with_a_forward_may_be_sharded_and_others_not() -> None:
     class Chain(nn.ModuleList):
@@ -303,6 +298,7 @@ def test_containers_with_a_forward_may_be_sharded_and_others_not() -> None:
             API.fully_shard(container)
 
 
+@pytest.mark.full
 @multi_rank(2, 4)
 def test_a_mesh_of_one_rank_trains_each_rank_alone(world_size: int) -> None:
     mesh = mesh_of(world_size, 1, names=("outer", "inner"))["inner"]
@@ -315,6 +311,7 @@ def test_a_mesh_of_one_rank_trains_each_rank_alone(world_size: int) -> None:
         assert torch.equal(mine.grad.to_local(), theirs.grad)
 
 
+@pytest.mark.full
 @multi_rank(2, 4)
 def test_more_ranks_than_rows(world_size: int) -> None:
     class Narrow(nn.Module):
@@ -332,6 +329,7 @@ def test_more_ranks_than_rows(world_size: int) -> None:
     train(case, model)
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_sharded_parameters_keep_their_attributes_of_dtensor() -> None:
     parameter = shard(UNEVEN_MLP)[0].weight
@@ -340,6 +338,7 @@ def test_sharded_parameters_keep_their_attributes_of_dtensor() -> None:
     assert parameter.shape == (97, 13) and parameter.dtype == torch.float32
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_full_parameters_are_those_of_the_plain_model() -> None:
     for case in (MLP, UNEVEN_MLP, TRANSFORMER):

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.harness import Accumulation, Reference, multi_rank, tolerance_for
 from tests.harness.compare import Tolerance
 from tests.harness.models import FROZEN, TIED, TRANSFORMER, UNEVEN_MLP, ModelCase
 from tests.harness.parity.implementation import API, TORCH_VERSION, torch_from
-from tests.harness.parity.programs import ROOTED, SIZES, TOWER, WIDTH, loss_on, mesh_of, shard, train, trainable
+from tests.harness.parity.programs import SIZES, TOWER, WIDTH, loss_on, mesh_of, shard, train, trainable
 from tests.harness.parity.trace import GATHER, REDUCE, SCATTER, Trace, traced
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -63,14 +62,20 @@ def test_the_policy_is_a_frozen_dataclass_with_documented_defaults() -> None:
 
 @multi_rank(2, 4)
 @pytest.mark.parametrize("case", [UNEVEN_MLP, FROZEN], ids=str)
-@pytest.mark.parametrize("reduce_dtype", [BF16, FP32], ids=str)
-def test_mixed_precision_trains_like_the_reference(case: ModelCase, reduce_dtype: torch.dtype, world_size: int) -> None:
-    model = shard(case, mp_policy=policy(param_dtype=BF16, reduce_dtype=reduce_dtype))
-    reference = Reference(case, world_size=world_size, param_dtype=BF16, reduce_dtype=reduce_dtype)
-    low = world_size > 2 and reduce_dtype == BF16
+@pytest.mark.parametrize(
+    ("param_dtype", "reduce_dtype"), [(BF16, BF16), (BF16, FP32), (FP16, FP16), (FP64, FP64)], ids=str
+)
+def test_mixed_precision_trains_like_the_reference(
+    case: ModelCase, param_dtype: torch.dtype, reduce_dtype: torch.dtype, world_size: int
+) -> None:
+    model = shard(case, mp_policy=policy(param_dtype=param_dtype, reduce_dtype=reduce_dtype))
+    reference = Reference(case, world_size=world_size, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    # fp16 is divided before and after the sum, which rounds subnormal gradients.
+    low = reduce_dtype == FP16 or (world_size > 2 and reduce_dtype == BF16)
     train(case, model, reference=reference, tolerance=LOW_PRECISION_SUMS if low else tolerance_for(world_size))
 
 
+@pytest.mark.full
 @multi_rank(2, 4)
 @pytest.mark.parametrize("case", [TRANSFORMER, TIED], ids=str)
 @pytest.mark.parametrize("reduce_dtype", [BF16, FP32], ids=str)
@@ -83,15 +88,7 @@ def test_models_whose_gradients_autograd_adds_up(case: ModelCase, reduce_dtype: 
     train(case, model, reference=reference, optimizer=plain_sgd(trainable(model)), tolerance=LOW_PRECISION_SUMS)
 
 
-@multi_rank(2)
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_mixed_precision_trains_whether_or_not_it_reshards_after_forward(reshard_after_forward: bool) -> None:
-    model = shard(
-        ROOTED, mp_policy=policy(param_dtype=BF16, reduce_dtype=FP32), reshard_after_forward=reshard_after_forward
-    )
-    train(ROOTED, model, reference=Reference(ROOTED, world_size=2, param_dtype=BF16, reduce_dtype=FP32))
-
-
+@pytest.mark.full
 @multi_rank(4)
 def test_hsdp_reduces_in_reduce_dtype_twice() -> None:
     model = shard(TOWER, mesh=mesh_of(2, 2), mp_policy=policy(param_dtype=BF16, reduce_dtype=FP32))
@@ -112,20 +109,7 @@ def test_float16_does_not_overflow_in_the_reduction() -> None:
     assert torch.equal(model.weight.grad.full_tensor(), torch.full((2, 2), 40000.0))
 
 
-@multi_rank(2, 4)
-def test_float16_trains_like_the_reference(world_size: int) -> None:
-    model = shard(UNEVEN_MLP, mp_policy=policy(param_dtype=FP16, reduce_dtype=FP16))
-    reference = Reference(UNEVEN_MLP, world_size=world_size, param_dtype=FP16, reduce_dtype=FP16)
-    # fp16 is divided before and after the sum, which rounds subnormal gradients.
-    train(UNEVEN_MLP, model, reference=reference, tolerance=LOW_PRECISION_SUMS)
-
-
-@multi_rank(2)
-def test_a_wider_param_dtype_than_the_original() -> None:
-    model = shard(UNEVEN_MLP, mp_policy=policy(param_dtype=FP64, reduce_dtype=FP64))
-    train(UNEVEN_MLP, model, reference=Reference(UNEVEN_MLP, world_size=2, param_dtype=FP64, reduce_dtype=FP64))
-
-
+@pytest.mark.full
 @multi_rank(2)
 def test_reduce_dtype_alone_leaves_the_computation_alone() -> None:
     model = shard(TOWER, mp_policy=policy(reduce_dtype=BF16))
@@ -139,6 +123,7 @@ def test_reduce_dtype_alone_leaves_the_computation_alone() -> None:
 # ---- what is seen where --------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_parameters_are_gathered_in_param_dtype_and_kept_in_their_own() -> None:
     model = shard(TOWER, mp_policy=policy(param_dtype=BF16, reduce_dtype=FP32))
@@ -154,6 +139,7 @@ def test_parameters_are_gathered_in_param_dtype_and_kept_in_their_own() -> None:
     assert model.a.weight.dtype == FP32
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_reduce_dtype_none_means_what_the_installed_torch_says() -> None:
     model = shard(TOWER, mp_policy=policy(param_dtype=BF16))
@@ -164,6 +150,7 @@ def test_reduce_dtype_none_means_what_the_installed_torch_says() -> None:
     train(UNEVEN_MLP, model, reference=reference)
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_modules_of_one_model_may_have_different_policies() -> None:
     model = TOWER.build()
@@ -180,29 +167,6 @@ def test_modules_of_one_model_may_have_different_policies() -> None:
     assert [trace.dtypes(GATHER, SIZES[name]) for name in "abcd"] == [{BF16}, {FP16}, {FP32}, {FP32}]
     assert [trace.dtypes(SCATTER, SIZES[name]) for name in "abcd"] == [{BF16}, {FP32}, {FP32}, {FP32}]
     assert seen == {"a": {BF16}, "b": {FP16}, "c": {FP32}, "d": {FP32}}
-
-
-@multi_rank(2)
-def test_integer_parameters_keep_their_dtype() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-            self.order = nn.Parameter(torch.arange(WIDTH).flip(0), requires_grad=False)
-            self.seen: list[torch.dtype] = []
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.seen = [self.linear.weight.dtype, self.order.dtype]
-            return self.linear(x)[:, self.order]
-
-    case = ModelCase("permuted", Net, TOWER.make_batch, (), F.mse_loss)
-    model = shard(case, mp_policy=policy(param_dtype=BF16, reduce_dtype=FP32))
-    plain = case.build()
-    inputs = torch.randn(4, WIDTH)
-    output = model(inputs)
-    weight, bias = plain.linear.weight.to(BF16), plain.linear.bias.to(BF16)
-    assert torch.equal(output, F.linear(inputs.to(BF16), weight, bias).flip(1))
-    assert model.seen == [BF16, torch.int64]
 
 
 @multi_rank(2)
@@ -223,12 +187,6 @@ def test_buffers_are_not_cast() -> None:
 
 
 # ---- inputs and outputs --------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class Pair:
-    left: Tensor
-    right: Tensor
 
 
 class Recorder(nn.Module):
@@ -296,27 +254,10 @@ def test_output_dtype_in_evaluation_too() -> None:
         assert model(torch.randn(2, WIDTH))["y"].dtype == FP32
 
 
-@multi_rank(2)
-def test_dataclasses_are_cast_field_by_field() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, pair: Pair) -> Pair:
-            assert pair.left.dtype == BF16
-            return Pair(self.linear(pair.left), pair.right)
-
-    model = API.fully_shard(Net(), mp_policy=policy(param_dtype=BF16, output_dtype=FP32))
-    output = model(Pair(torch.randn(2, WIDTH), torch.arange(2)))
-    assert output.left.dtype == FP32 and output.right.dtype == torch.int64
-    output.left.sum().backward()
-    assert model.linear.weight.grad is not None
-
-
 # ---- accumulation --------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @multi_rank(2)
 @pytest.mark.parametrize("case", [UNEVEN_MLP, FROZEN], ids=str)
 def test_gradients_without_sync_accumulate_in_reduce_dtype(case: ModelCase) -> None:
@@ -332,13 +273,6 @@ def test_gradients_without_sync_accumulate_in_reduce_dtype(case: ModelCase) -> N
         accumulation=Accumulation.REDUCE_LAST,
     )
     train(case, model, reference=reference, before_forward=lambda m: model.set_requires_gradient_sync(m == 2))
-
-
-@multi_rank(2)
-def test_gradients_with_sync_accumulate_in_the_original_dtype() -> None:
-    model = shard(UNEVEN_MLP, mp_policy=policy(param_dtype=BF16, reduce_dtype=BF16))
-    reference = Reference(UNEVEN_MLP, world_size=2, param_dtype=BF16, reduce_dtype=BF16, microbatches=3)
-    train(UNEVEN_MLP, model, reference=reference)
 
 
 @multi_rank(4)
@@ -365,6 +299,7 @@ class WideGradient(torch.autograd.Function):
         return gradient * x, gradient * weight
 
 
+@pytest.mark.full
 @multi_rank(2)
 @torch_from((2, 15), "gradients are rounded to param_dtype first")
 def test_gradients_that_arrive_wider_are_not_rounded_before_the_reduction() -> None:
@@ -382,6 +317,7 @@ def test_gradients_that_arrive_wider_are_not_rounded_before_the_reduction() -> N
     assert torch.equal(model.weight.grad.full_tensor(), x)
 
 
+@pytest.mark.full
 @multi_rank(2)
 @torch_from((2, 15), "they add up in param_dtype")
 def test_gradients_without_sync_add_up_in_the_original_dtype_if_nothing_else_is_said() -> None:

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.harness import Reference, multi_rank
+from tests.harness import multi_rank
 from tests.harness.compare import SUM_ORDER, Tolerance
-from tests.harness.models import UNEVEN_MLP, Batch, ModelCase
+from tests.harness.models import TIED, UNEVEN_MLP, Batch, ModelCase
 from tests.harness.parity.implementation import API
-from tests.harness.parity.programs import TOWER, WIDTH, is_sharded, loss_on, mesh_of, shard, train
+from tests.harness.parity.programs import TOWER, WIDTH, is_sharded, loss_on, shard, train
 from tests.harness.parity.trace import SCATTER, traced
 
 CHUNKS = 4
@@ -53,27 +53,13 @@ def grouped(**options: Any) -> Any:
 # ---- one group -----------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_the_list_is_returned_and_every_module_an_fsdp_module() -> None:
     modules = [nn.Linear(2, 3), nn.Linear(3, 2)]
     result = API.fully_shard(modules)
     assert result is modules
     assert all(isinstance(module, API.FSDPModule) for module in modules)
-
-
-@multi_rank(2, 4)
-def test_a_list_trains_like_the_unsharded_model(world_size: int) -> None:
-    model = UNEVEN_MLP.build()
-    API.fully_shard([model[0], model[2]])
-    train(UNEVEN_MLP, API.fully_shard(model))
-
-
-@multi_rank(4)
-def test_a_list_trains_under_hsdp() -> None:
-    model = UNEVEN_MLP.build()
-    mesh = mesh_of(2, 2)
-    API.fully_shard([model[0], model[2]], mesh=mesh)
-    train(UNEVEN_MLP, API.fully_shard(model, mesh=mesh))
 
 
 @multi_rank(2)
@@ -93,6 +79,7 @@ def test_parameters_of_a_list_are_gathered_and_resharded_together(reshard_after_
     del output
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_gradients_of_a_list_are_reduced_together() -> None:
     model = TOWER.build()
@@ -109,6 +96,7 @@ def test_gradients_of_a_list_are_reduced_together() -> None:
     assert len(trace.of(SCATTER)) == 2
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_methods_work_on_the_group_of_a_list_through_any_member() -> None:
     model = grouped()
@@ -138,29 +126,14 @@ def test_a_list_cannot_be_the_root() -> None:
         second(first(torch.randn(1, 2)))
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_parameters_shared_within_the_list_stay_shared() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding = nn.Linear(WIDTH, 13, bias=False)
-            self.middle = nn.Linear(13, 13)
-            self.head = nn.Linear(WIDTH, 13, bias=False)
-            self.head.weight = self.embedding.weight
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = torch.tanh(self.middle(self.embedding(x)))
-            return self.head(x[:, :WIDTH])
-
-    def vectors(generator: torch.Generator) -> Batch:
-        return Batch(torch.randn(4, WIDTH, generator=generator), torch.randn(4, 13, generator=generator))
-
-    case = ModelCase("tied_list", Tied, vectors, (), nn.functional.mse_loss)
-    model = case.build()
+    model = TIED.build()
     API.fully_shard([model.embedding, model.head])
     API.fully_shard(model)
     assert model.head.weight is model.embedding.weight
-    train(case, model)
+    train(TIED, model)
     assert model.head.weight is model.embedding.weight
 
 
@@ -174,30 +147,14 @@ def chunked_loss(model: nn.Module, batch: Batch) -> Tensor:
     return sum(nn.functional.mse_loss(model.head(piece), target) for piece, target in pieces) / CHUNKS
 
 
-@multi_rank(2, 4)
-def test_all_modules_in_one_forward(world_size: int) -> None:
-    train(CASE, grouped())
-
-
+@pytest.mark.full
 @multi_rank(2, 4)
 @pytest.mark.parametrize("reshard_after_forward", [True, False, None])
 def test_chunked_loss(reshard_after_forward: bool | None, world_size: int) -> None:
     train(CASE, grouped(reshard_after_forward=reshard_after_forward), loss=chunked_loss, tolerance=CHUNKED)
 
 
-@multi_rank(2)
-def test_chunked_loss_with_accumulation_without_sync() -> None:
-    model = grouped()
-    train(
-        CASE,
-        model,
-        loss=chunked_loss,
-        reference=Reference(CASE, world_size=2, microbatches=3),
-        before_forward=lambda micro: model.set_requires_gradient_sync(micro == 2),
-        tolerance=CHUNKED,
-    )
-
-
+@pytest.mark.full
 @multi_rank(2)
 def test_chunked_loss_with_one_backward_per_chunk() -> None:
     """The saving of memory that it is for: each piece of logits lives for its own backward alone."""
@@ -221,6 +178,7 @@ def test_chunked_loss_with_one_backward_per_chunk() -> None:
         assert torch.allclose(actual.full_tensor(), parameter.grad / 2, rtol=1e-4, atol=1e-6), name
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_forwards_of_varying_parts() -> None:
     """Everything, then without the head, then with pieces: no state is carried over."""
@@ -235,6 +193,7 @@ def test_forwards_of_varying_parts() -> None:
         assert all(is_sharded(parameter) for parameter in model.parameters())
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_evaluation_of_a_part() -> None:
     model, plain = grouped(), CASE.build()

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from tests.harness import assert_same, full_parameters, multi_rank
 from tests.harness.models import TIED, TRANSFORMER, UNEVEN_MLP, ModelCase
 from tests.harness.parity.implementation import API
-from tests.harness.parity.programs import ROOTED, is_sharded, loss_on, mesh_of, shard, train
+from tests.harness.parity.programs import ROOTED, is_sharded, loss_on, shard, train
 
 
 def on_meta(case: ModelCase, **options: Any) -> Any:
@@ -40,42 +40,23 @@ def sharded_state(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tenso
 # ---- meta ----------------------------------------------------------------------------------------
 
 
-@multi_rank(2)
-def test_sharding_on_meta_allocates_nothing() -> None:
-    model = on_meta(UNEVEN_MLP)
+@pytest.mark.full
+@multi_rank(2, 4)
+@pytest.mark.parametrize(
+    ("case", "empties", "assign"),
+    [(UNEVEN_MLP, True, False), (UNEVEN_MLP, True, True), (UNEVEN_MLP, False, True), (TIED, True, False)],
+    ids=str,
+)
+def test_to_empty_then_loading(case: ModelCase, empties: bool, assign: bool, world_size: int) -> None:
+    """Or loading by assignment, straight from meta."""
+    model = on_meta(case)
     for parameter in model.parameters():
         assert isinstance(parameter, DTensor) and parameter.is_meta and parameter.to_local().is_meta
-
-
-@multi_rank(2, 4)
-@pytest.mark.parametrize("assign", [False, True])
-def test_to_empty_then_loading(assign: bool, world_size: int) -> None:
-    model = on_meta(UNEVEN_MLP)
-    model.to_empty(device="cpu")
-    model.load_state_dict(sharded_state(model, plain_state(UNEVEN_MLP)), assign=assign)
-    train(UNEVEN_MLP, model)
-
-
-@multi_rank(2, 4)
-def test_loading_by_assignment_straight_from_meta(world_size: int) -> None:
-    model = on_meta(UNEVEN_MLP)
-    model.load_state_dict(sharded_state(model, plain_state(UNEVEN_MLP)), assign=True)
-    assert not any(parameter.is_meta for parameter in model.parameters())
-    train(UNEVEN_MLP, model)
-
-
-@multi_rank(2)
-@pytest.mark.filterwarnings("ignore:DTensor random operators:UserWarning")
-def test_to_empty_then_resetting_every_module() -> None:
-    model = on_meta(UNEVEN_MLP)
-    model.to_empty(device="cpu")
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            torch.manual_seed(0)
-            module.reset_parameters()
-    assert all(torch.isfinite(value).all() for value in full_parameters(model).values())
-    loss_on(UNEVEN_MLP, model).backward()
-    assert all(is_sharded(parameter) and parameter.grad is not None for parameter in model.parameters())
+    if empties:
+        model.to_empty(device="cpu")
+    assert case is not TIED or model.head.weight is model.embedding.weight
+    model.load_state_dict(sharded_state(model, plain_state(case)), assign=assign)
+    train(case, model)
 
 
 @multi_rank(2)
@@ -85,54 +66,10 @@ def test_running_with_parameters_on_meta_is_an_error() -> None:
         loss_on(UNEVEN_MLP, model)
 
 
-@multi_rank(2)
-def test_parameters_shared_on_meta_stay_shared() -> None:
-    model = on_meta(TIED)
-    model.to_empty(device="cpu")
-    assert model.head.weight is model.embedding.weight
-    model.load_state_dict(sharded_state(model, plain_state(TIED)))
-    train(TIED, model)
-
-
-@multi_rank(4)
-def test_meta_under_hsdp() -> None:
-    model = on_meta(UNEVEN_MLP, mesh=mesh_of(2, 2))
-    model.to_empty(device="cpu")
-    model.load_state_dict(sharded_state(model, plain_state(UNEVEN_MLP)))
-    train(UNEVEN_MLP, model)
-
-
 # ---- conversions ---------------------------------------------------------------------------------
 
 
-@multi_rank(2)
-def test_to_another_dtype_before_training() -> None:
-    case = ModelCase("double", lambda: UNEVEN_MLP.make_model().double(), _double_batch, ("0", "2", "4"), _double_loss)
-    model = shard(case, UNEVEN_MLP.build())
-    model.double()
-    assert all(parameter.dtype == torch.float64 and is_sharded(parameter) for parameter in model.parameters())
-    for step in range(2):
-        value = _double_loss(model(case.batch(0, step, 0).inputs), case.batch(0, step, 0).targets)
-        value.backward()
-    assert all(parameter.grad.dtype == torch.float64 for parameter in model.parameters())
-
-
-def _double_batch(generator: torch.Generator) -> Any:
-    batch = UNEVEN_MLP.make_batch(generator)
-    return type(batch)(batch.inputs.double(), batch.targets.double())
-
-
-def _double_loss(output: Tensor, targets: Tensor) -> Tensor:
-    return nn.functional.mse_loss(output, targets)
-
-
-@multi_rank(2)
-def test_moving_to_the_device_that_it_is_on() -> None:
-    model = shard(UNEVEN_MLP)
-    assert model.to("cpu") is model and model.cpu() is model
-    train(UNEVEN_MLP, model)
-
-
+@pytest.mark.full
 @multi_rank(2)
 def test_a_conversion_finds_unsharded_parameters_resharded() -> None:
     model = shard(ROOTED, reshard_after_forward=False)
@@ -168,6 +105,7 @@ def test_the_state_dict_holds_the_sharded_parameters_whatever_is_registered() ->
         del output
 
 
+@pytest.mark.full
 @multi_rank(2, 4)
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("when", ["before_first", "after_first"])
@@ -176,38 +114,12 @@ def test_loading_a_state_dict(assign: bool, when: str, world_size: int) -> None:
     if when == "after_first":
         loss_on(UNEVEN_MLP, model).backward()
         model.zero_grad()
+    before = list(model.parameters())
     result = model.load_state_dict(sharded_state(model, plain_state(UNEVEN_MLP)), assign=assign)
     assert result.missing_keys == result.unexpected_keys == []
+    assert assign or all(mine is its for mine, its in zip(model.parameters(), before, strict=True))
     assert_same("parameters", full_parameters(model), plain_state(UNEVEN_MLP))
     train(UNEVEN_MLP, model)
-
-
-@multi_rank(2)
-def test_loading_in_place_keeps_the_parameters_and_so_the_optimizer() -> None:
-    model = shard(UNEVEN_MLP, UNEVEN_MLP.build(seed=1))
-    before = list(model.parameters())
-    model.load_state_dict(sharded_state(model, plain_state(UNEVEN_MLP)))
-    assert all(mine is yours for mine, yours in zip(model.parameters(), before, strict=True))
-
-
-@multi_rank(2)
-def test_loading_by_assignment_replaces_them() -> None:
-    model = shard(UNEVEN_MLP, UNEVEN_MLP.build(seed=1))
-    state = sharded_state(model, plain_state(UNEVEN_MLP))
-    model.load_state_dict(state, assign=True)
-    for name, parameter in model.named_parameters():
-        assert isinstance(parameter, nn.Parameter) and isinstance(parameter, DTensor)
-        assert torch.equal(parameter.full_tensor(), plain_state(UNEVEN_MLP)[name])
-
-
-@multi_rank(2)
-def test_loading_while_parameters_are_unsharded() -> None:
-    model = shard(ROOTED, ROOTED.build(seed=1), reshard_after_forward=False)
-    output = model(ROOTED.batch(0, 0, 0).inputs)
-    state = sharded_state(model, plain_state(ROOTED))
-    del output
-    model.load_state_dict(state)
-    train(ROOTED, model, steps=2)
 
 
 @multi_rank(2)
@@ -234,21 +146,7 @@ def test_the_state_dict_of_a_submodule() -> None:
     assert_same("parameters", mine, theirs)
 
 
-@multi_rank(2)
-def test_writing_into_sharded_parameters_between_steps() -> None:
-    """What initializers and exponential averages do."""
-    model, plain = shard(UNEVEN_MLP, UNEVEN_MLP.build(seed=1)), UNEVEN_MLP.build()
-    loss_on(UNEVEN_MLP, model).backward()
-    model.zero_grad()
-    values = sharded_state(model, plain_state(UNEVEN_MLP))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.zero_()
-            parameter.add_(values[name])
-    assert plain is not None
-    train(UNEVEN_MLP, model)
-
-
+@pytest.mark.full
 @multi_rank(2)
 def test_api_of_conversions_is_the_modules_own() -> None:
     """`half`, `float`, `bfloat16` and back: values are those of the plain model converted alike."""

@@ -28,6 +28,7 @@ def policy(**fields: Any) -> Any:
 # ---- several original dtypes ---------------------------------------------------------------------
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_dtypes_may_change_until_the_first_forward() -> None:
     model = shard(UNEVEN_MLP, mp_policy=policy(param_dtype=BF16, reduce_dtype=FP32))
@@ -151,6 +152,7 @@ def test_grad_dtype_none_takes_what_arrives() -> None:
     assert model.weight.grad.dtype == BF16
 
 
+@pytest.mark.full
 @multi_rank(2)
 @installed_from((2, 15), "grad_dtype policies")
 def test_gradients_of_several_dtypes_are_reduced_in_the_promoted_one() -> None:
@@ -164,6 +166,7 @@ def test_gradients_of_several_dtypes_are_reduced_in_the_promoted_one() -> None:
     assert [parameter.grad.dtype for parameter in model.parameters()] == [FP32, BF16]
 
 
+@pytest.mark.full
 @multi_rank(2)
 @installed_from((2, 15), "grad_dtype policies")
 def test_grad_dtype_survives_conversions_and_assignment() -> None:

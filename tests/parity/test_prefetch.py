@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.harness import Reference, multi_rank
 from tests.harness.models import TRANSFORMER, Batch, ModelCase
-from tests.harness.parity.programs import TOWER, is_sharded, loss_on, shard, step_names, train
+from tests.harness.parity.programs import TOWER, loss_on, shard, step_names, train
 from tests.harness.parity.trace import GATHER, SCATTER, traced
 
 
@@ -29,6 +29,7 @@ def precedes(names: list[str], first: str, second: str) -> bool:
 # ---- the default ---------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @multi_rank(2)
 @pytest.mark.parametrize("before", [0, 3], ids=["first_step", "later_step"])
 def test_each_layer_is_gathered_once_before_each_use_and_its_gradient_reduced_after(before: int) -> None:
@@ -41,6 +42,7 @@ def test_each_layer_is_gathered_once_before_each_use_and_its_gradient_reduced_af
     assert all(precedes(backward, f"backward {layer}", f"{SCATTER} {layer}") for layer in "abcd")
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_backward_prefetches_the_previous_layer() -> None:
     """By default the next all-gather is issued before the present layer computes its gradients."""
@@ -50,6 +52,7 @@ def test_backward_prefetches_the_previous_layer() -> None:
     assert precedes(backward, "backward d", f"{GATHER} a")  # but no further
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_forward_does_not_gather_far_ahead_by_default() -> None:
     forward, _ = halves(step_names(shard(TOWER)))
@@ -59,6 +62,7 @@ def test_forward_does_not_gather_far_ahead_by_default() -> None:
 # ---- forward -------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @multi_rank(2)
 @pytest.mark.parametrize("before", [0, 2], ids=["first_step", "later_step"])
 def test_forward_prefetch_issues_the_gathers_of_the_given_modules_before_computing(before: int) -> None:
@@ -67,8 +71,12 @@ def test_forward_prefetch_issues_the_gathers_of_the_given_modules_before_computi
     forward, _ = halves(step_names(model, before=before))
     assert all(precedes(forward, f"{GATHER} {layer}", "forward a") for layer in "abcd")
     assert [name for name in forward if name.startswith(GATHER)] == [f"{GATHER} {layer}" for layer in "abcd"]
+    model.a.set_modules_to_forward_prefetch([])
+    forward, _ = halves(step_names(model))
+    assert precedes(forward, "forward a", f"{GATHER} d")
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_forward_prefetch_follows_the_order_of_the_list() -> None:
     model = shard(TOWER)
@@ -78,6 +86,7 @@ def test_forward_prefetch_follows_the_order_of_the_list() -> None:
     assert precedes(forward, f"{GATHER} c", "forward a")
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_every_module_may_prefetch_its_next() -> None:
     model = shard(TOWER)
@@ -90,16 +99,6 @@ def test_every_module_may_prefetch_its_next() -> None:
 
 
 @multi_rank(2)
-def test_an_empty_list_takes_forward_prefetching_back() -> None:
-    model = shard(TOWER)
-    model.a.set_modules_to_forward_prefetch([model.b, model.c, model.d])
-    step_names(model)
-    model.a.set_modules_to_forward_prefetch([])
-    forward, _ = halves(step_names(model))
-    assert precedes(forward, "forward a", f"{GATHER} d")
-
-
-@multi_rank(2)
 def test_the_root_may_prefetch_too() -> None:
     model = shard(TOWER)
     model.set_modules_to_forward_prefetch([model.a, model.b])
@@ -107,34 +106,10 @@ def test_the_root_may_prefetch_too() -> None:
     assert precedes(forward, f"{GATHER} b", "forward a")
 
 
-@multi_rank(2, 4)
-def test_training_with_forward_prefetch(world_size: int) -> None:
-    model = shard(TRANSFORMER)
-    model.set_modules_to_forward_prefetch([model.blocks[0], model.blocks[1]])
-    model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1], model.blocks[2]])
-    train(TRANSFORMER, model)
-
-
-@multi_rank(2)
-def test_a_prefetched_module_that_does_not_run_is_left_sharded() -> None:
-    class Skipping(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.skipped = nn.Linear(8, 8), nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.used(x)
-
-    case = ModelCase("skipping", Skipping, TOWER.make_batch, ("used", "skipped"), F.mse_loss)
-    model = shard(case)
-    model.used.set_modules_to_forward_prefetch([model.skipped])
-    train(case, model)
-    assert is_sharded(model.skipped.weight)
-
-
 # ---- backward ------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @multi_rank(2)
 @pytest.mark.parametrize("before", [0, 2], ids=["first_step", "later_step"])
 def test_backward_prefetch_issues_the_gathers_of_the_given_modules_before_computing(before: int) -> None:
@@ -143,8 +118,13 @@ def test_backward_prefetch_issues_the_gathers_of_the_given_modules_before_comput
     _, backward = halves(step_names(model, before=before))
     assert all(precedes(backward, f"{GATHER} {layer}", "backward d") for layer in "abcd")
     assert [name for name in backward if name.startswith(GATHER)] == [f"{GATHER} {layer}" for layer in "dcba"]
+    model.d.set_modules_to_backward_prefetch([])
+    _, backward = halves(step_names(model))
+    assert precedes(backward, f"{GATHER} c", "backward d")
+    assert precedes(backward, "backward d", f"{GATHER} a")
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_backward_prefetch_replaces_the_default_of_that_module() -> None:
     """Told to prefetch ``a``, ``d`` does not prefetch ``c``; the others do as ever."""
@@ -154,25 +134,6 @@ def test_backward_prefetch_replaces_the_default_of_that_module() -> None:
     assert precedes(backward, f"{GATHER} a", "backward d")
     assert precedes(backward, "backward d", f"{GATHER} c")
     assert precedes(backward, f"{GATHER} b", "backward c")
-
-
-@multi_rank(2)
-def test_an_empty_list_takes_backward_prefetching_back() -> None:
-    model = shard(TOWER)
-    model.d.set_modules_to_backward_prefetch([model.c, model.b, model.a])
-    step_names(model)
-    model.d.set_modules_to_backward_prefetch([])
-    _, backward = halves(step_names(model))
-    assert precedes(backward, f"{GATHER} c", "backward d")
-    assert precedes(backward, "backward d", f"{GATHER} a")
-
-
-@multi_rank(2, 4)
-def test_training_with_backward_prefetch(world_size: int) -> None:
-    model = shard(TRANSFORMER)
-    model.set_modules_to_backward_prefetch([model.blocks[2], model.blocks[1]])
-    model.blocks[2].set_modules_to_backward_prefetch([model.blocks[1], model.blocks[0]])
-    train(TRANSFORMER, model)
 
 
 @multi_rank(2)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,34 +24,30 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 # ---- scaling -------------------------------------------------------------------------------------
 
 
+WITHOUT_SUMS = beyond_torch("gloo knows no PREMUL_SUM")
+
+
+@pytest.mark.full
 @multi_rank(2, 4)
 @pytest.mark.parametrize(
-    "factor",
+    ("factor", "force_sum"),
     [
-        pytest.param(1.0, marks=beyond_torch("gloo knows no PREMUL_SUM")),
-        pytest.param(3.0, marks=beyond_torch("gloo knows no PREMUL_SUM")),
-        pytest.param("world_size", id="world_size"),
+        pytest.param(1.0, False, marks=WITHOUT_SUMS),
+        pytest.param(3.0, False, marks=WITHOUT_SUMS),
+        (None, False),
+        (3.0, True),
+        (8.0, True),
     ],
 )
-def test_the_divide_factor_replaces_the_world_size(factor: Any, world_size: int) -> None:
-    check_divide_factor(float(world_size) if factor == "world_size" else factor, world_size, force_sum=False)
-
-
-@multi_rank(2, 4)
-@pytest.mark.parametrize("factor", [1.0, 3.0, 8.0])
-def test_the_divide_factor_with_sums_only(factor: float, world_size: int) -> None:
-    check_divide_factor(factor, world_size, force_sum=True)
-
-
-def check_divide_factor(factor: float, world_size: int, *, force_sum: bool) -> None:
+def test_the_divide_factor_replaces_the_world_size(factor: float | None, force_sum: bool, world_size: int) -> None:
+    factor = factor or float(world_size)
     model = shard(UNEVEN_MLP)
     loss_on(UNEVEN_MLP, model).backward()
     expected = {name: gradient * (world_size / factor) for name, gradient in gradients(model).items()}
     model.zero_grad()
     for unit in UNEVEN_MLP.units(model):
         unit.set_gradient_divide_factor(factor)
-        if force_sum:
-            unit.set_force_sum_reduction_for_comms(True)
+        unit.set_force_sum_reduction_for_comms(force_sum)
     loss_on(UNEVEN_MLP, model).backward()
     assert_same("gradients", gradients(model), expected, tolerance=SUM_ORDER)
 
@@ -79,8 +73,9 @@ def test_the_old_name_of_the_divide_factor_warns() -> None:
         shard(TOWER).a.set_reduce_scatter_divide_factor(2.0)
 
 
+@pytest.mark.full
 @multi_rank(4)
-@pytest.mark.parametrize("force_sum", [pytest.param(False, marks=beyond_torch("gloo knows no PREMUL_SUM")), True])
+@pytest.mark.parametrize("force_sum", [pytest.param(False, marks=WITHOUT_SUMS), True])
 def test_the_divide_factor_under_hsdp_is_for_both_axes_together(force_sum: bool) -> None:
     model = shard(TOWER, mesh=mesh_of(2, 2))
     loss_on(TOWER, model).backward()
@@ -93,6 +88,7 @@ def test_the_divide_factor_under_hsdp_is_for_both_axes_together(force_sum: bool)
     assert_same("gradients", gradients(model), expected, tolerance=SUM_ORDER)
 
 
+@pytest.mark.full
 @multi_rank(2, 4)
 @pytest.mark.parametrize("force_sum", [True, False])
 def test_forced_sums_are_the_only_operation_that_the_collectives_see(force_sum: bool, world_size: int) -> None:

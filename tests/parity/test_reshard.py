@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from tests.harness import Accumulation, Reference, multi_rank
+from tests.harness import multi_rank
 from tests.harness.models import TRANSFORMER, UNEVEN_MLP, ModelCase
 from tests.harness.parity.implementation import beyond_torch
 from tests.harness.parity.programs import ROOTED, SIZES, TOWER, is_sharded, loss_on, mesh_of, shard, train
@@ -23,6 +23,7 @@ def gathers(trace: Trace) -> list[str]:
 # ---- reshard_after_forward -----------------------------------------------------------------------
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_true_registers_the_sharded_parameters_after_forward() -> None:
     model = shard(ROOTED, reshard_after_forward=True)
@@ -61,6 +62,7 @@ def test_resharding_decides_what_backward_gathers(reshard_after_forward: bool) -
     assert sorted(in_backward) == (list("abcd") if reshard_after_forward else [])
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_what_was_unsharded_in_forward_is_freed_after_it() -> None:
     model = shard(TOWER)
@@ -72,6 +74,7 @@ def test_what_was_unsharded_in_forward_is_freed_after_it() -> None:
     del output
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_the_phases_of_one_step() -> None:
     """Sharded at rest, unsharded while forward or backward computes, for every submodule."""
@@ -95,6 +98,7 @@ def test_the_phases_of_one_step() -> None:
 # ---- an int --------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @multi_rank(4)
 @pytest.mark.parametrize(
     "case",
@@ -115,6 +119,7 @@ def test_an_int_registers_parameters_sharded_over_that_many_ranks(case: ModelCas
     del output
 
 
+@pytest.mark.full
 @multi_rank(4)
 def test_an_int_gathers_among_that_many_ranks_in_backward() -> None:
     model = shard(TOWER, reshard_after_forward=2)
@@ -129,12 +134,14 @@ def test_an_int_gathers_among_that_many_ranks_in_backward() -> None:
     assert sorted(gathers(backward)) == list("abcd")
 
 
+@pytest.mark.full
 @multi_rank(4)
 @pytest.mark.parametrize("case", [UNEVEN_MLP, ROOTED, TRANSFORMER], ids=str)
 def test_an_int_trains_like_the_unsharded_model(case: ModelCase) -> None:
     train(case, shard(case, reshard_after_forward=2))
 
 
+@pytest.mark.full
 @multi_rank(4)
 def test_an_int_under_hsdp() -> None:
     """The factor is one of the shard axis; groups of that many ranks lie within it."""
@@ -148,6 +155,7 @@ def test_an_int_under_hsdp() -> None:
     train(TOWER, model)
 
 
+@pytest.mark.full
 @multi_rank(4)
 def test_an_int_of_the_whole_size_is_true() -> None:
     model = shard(TOWER, reshard_after_forward=4)
@@ -167,6 +175,7 @@ def test_the_int_one_is_false() -> None:
     assert gathers(trace_of(loss.backward)) == []
 
 
+@pytest.mark.full
 @multi_rank(4)
 @pytest.mark.parametrize("how", [2, False])
 def test_reshard_after_such_a_forward_registers_the_sharded_parameters(how: bool | int) -> None:
@@ -181,21 +190,10 @@ def test_reshard_after_such_a_forward_registers_the_sharded_parameters(how: bool
     assert all(gradient.abs().sum() > 0 for gradient in train_after)
 
 
-@multi_rank(4)
-def test_evaluation_before_training_with_an_int() -> None:
-    model = shard(ROOTED, reshard_after_forward=2)
-    with torch.no_grad():
-        first = loss_on(ROOTED, model)
-        second = loss_on(ROOTED, model)
-    assert torch.equal(first, second)
-    for unit in ROOTED.units(model):
-        unit.reshard()
-    train(ROOTED, model, steps=2)
-
-
 # ---- set_reshard_after_forward -------------------------------------------------------------------
 
 
+@pytest.mark.full
 @multi_rank(2)
 @pytest.mark.parametrize("recurse", [True, False])
 def test_set_reshard_after_forward_changes_it_at_runtime(recurse: bool) -> None:
@@ -221,6 +219,7 @@ def test_set_reshard_after_forward_before_the_first_forward_holds_for_the_root_t
     loss.backward()
 
 
+@pytest.mark.full
 @multi_rank(4)
 def test_set_reshard_after_forward_replaces_an_int() -> None:
     model = shard(TOWER, reshard_after_forward=2)
@@ -251,6 +250,7 @@ def test_parameters_stay_unsharded_after_backward_where_asked(recurse: bool) -> 
     assert is_sharded(model[0].weight) == (not recurse) and not is_sharded(model[4].weight)
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_the_next_forward_then_gathers_nothing() -> None:
     model = shard(TOWER)
@@ -260,19 +260,3 @@ def test_the_next_forward_then_gathers_nothing() -> None:
     model.set_reshard_after_backward(True)
     loss_on(TOWER, model).backward()
     assert all(is_sharded(parameter) for parameter in model.parameters())
-
-
-@multi_rank(2, 4)
-def test_accumulation_without_resharding_trains_like_the_reference(world_size: int) -> None:
-    model = shard(UNEVEN_MLP)
-
-    def before_forward(micro: int) -> None:
-        model.set_requires_gradient_sync(micro == 2)
-        model.set_reshard_after_backward(micro == 2)
-
-    train(
-        UNEVEN_MLP,
-        model,
-        reference=Reference(UNEVEN_MLP, world_size=world_size, microbatches=3, accumulation=Accumulation.REDUCE_LAST),
-        before_forward=before_forward,
-    )

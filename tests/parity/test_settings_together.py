@@ -9,85 +9,23 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from tests.harness import Accumulation, Reference, assert_same, full_parameters, multi_rank
-from tests.harness.compare import SUM_ORDER
+from tests.harness import Reference, multi_rank
 from tests.harness.models import TRANSFORMER, UNEVEN_MLP, ModelCase
 from tests.harness.parity.custom_collectives import custom_all_gather, custom_reduce_scatter
 from tests.harness.parity.implementation import API, beyond_torch
-from tests.harness.parity.programs import ROOTED, SIZES, TOWER, WIDTH, is_sharded, loss_on, mesh_of, shard, train
-from tests.harness.parity.trace import GATHER, traced
+from tests.harness.parity.programs import SIZES, TOWER, WIDTH, loss_on, mesh_of, shard, train
+from tests.harness.parity.trace import traced
 from tests.parity.helpers.experts import EXPERTS, place_experts
 
 BF16, FP32 = torch.bfloat16, torch.float32
 PRECISION = {"param_dtype": BF16, "reduce_dtype": FP32}
 
 
-# ---- HSDP with … ---------------------------------------------------------------------------------
-
-
-@multi_rank(4)
-def test_the_all_reduce_hook_waits_for_the_all_reduce_of_an_accumulation() -> None:
-    model, calls = shard(TOWER, mesh=mesh_of(2, 2)), []
-    model.a.set_all_reduce_hook(lambda output: calls.append(output.numel()))
-    for micro in range(3):
-        model.set_requires_all_reduce(micro == 2)
-        loss_on(TOWER, model, 0, None, micro).backward()
-        assert len(calls) == (micro == 2)
-
-
-@multi_rank(4)
-@pytest.mark.parametrize("precision", [{}, PRECISION], ids=["full", "mixed"])
-def test_hsdp_accumulates_unsharded_gradients_of_parameters_that_stay_unsharded(precision: dict[str, Any]) -> None:
-    model = shard(UNEVEN_MLP, mesh=mesh_of(2, 2), mp_policy=API.MixedPrecisionPolicy(**precision))
-
-    def before_forward(micro: int) -> None:
-        model.set_requires_gradient_sync(micro == 2)
-        model.set_reshard_after_backward(micro == 2)
-
-    extra = {"grad_dtype": FP32, **precision} if precision else {}
-    reference = Reference(UNEVEN_MLP, world_size=4, microbatches=3, accumulation=Accumulation.REDUCE_LAST, **extra)
-    train(UNEVEN_MLP, model, reference=reference, before_forward=before_forward)
-
-
-@multi_rank(4)
-def test_hsdp_mixes_microbatches_without_sync_and_without_all_reduce() -> None:
-    """Unsharded sums, then a partial reduction, then the whole one."""
-    model = shard(ROOTED, mesh=mesh_of(2, 2))
-
-    def before_forward(micro: int) -> None:
-        model.set_requires_gradient_sync(micro != 0)
-        model.set_requires_all_reduce(micro == 3)
-
-    reference = Reference(ROOTED, world_size=4, microbatches=4)
-    train(ROOTED, model, reference=reference, before_forward=before_forward, tolerance=SUM_ORDER)
-
-
-@multi_rank(4)
-@pytest.mark.parametrize("shape", [(2, 2), (4, 1)], ids=str)
-def test_hsdp_with_chunked_parameters_of_a_list(shape: tuple[int, int]) -> None:
-    mesh = mesh_of(*shape)
-    model = UNEVEN_MLP.build()
-    API.fully_shard([model[0], model[4]], mesh=mesh)
-    API.fully_shard(model, mesh=mesh)
-    train(UNEVEN_MLP, model)
-
-
 # ---- an int reshard with … -----------------------------------------------------------------------
 
 
-@multi_rank(4)
-def test_an_int_reshard_gathers_in_param_dtype_and_trains() -> None:
-    model = shard(TOWER, reshard_after_forward=2, mp_policy=API.MixedPrecisionPolicy(**PRECISION))
-    loss_on(TOWER, model).backward()
-    with traced() as trace:
-        loss_on(TOWER, model).backward()
-    assert {(len(each.ranks), each.dtype) for each in trace.of(GATHER)} == {(4, BF16), (2, BF16)}
-    model = shard(UNEVEN_MLP, reshard_after_forward=2, mp_policy=API.MixedPrecisionPolicy(**PRECISION))
-    train(UNEVEN_MLP, model, reference=Reference(UNEVEN_MLP, world_size=4, **PRECISION))
-
-
+@pytest.mark.full
 @multi_rank(4)
 def test_an_int_reshard_gathers_through_the_custom_all_gather_both_times() -> None:
     model, log = shard(TOWER, reshard_after_forward=2), []
@@ -99,22 +37,6 @@ def test_an_int_reshard_gathers_through_the_custom_all_gather_both_times() -> No
     train(TOWER, model)
 
 
-@multi_rank(4)
-def test_an_int_reshard_with_accumulation_and_prefetching() -> None:
-    model = shard(TRANSFORMER, reshard_after_forward=2)
-    model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1], model.blocks[2]])
-    model.blocks[2].set_modules_to_backward_prefetch([model.blocks[1], model.blocks[0]])
-    reference = Reference(TRANSFORMER, world_size=4, microbatches=2, accumulation=Accumulation.REDUCE_LAST)
-    train(
-        TRANSFORMER,
-        model,
-        steps=2,
-        reference=reference,
-        before_forward=lambda micro: model.set_requires_gradient_sync(micro == 1),
-        tolerance=SUM_ORDER,
-    )
-
-
 # ---- several meshes in one call, with … ----------------------------------------------------------
 
 
@@ -124,23 +46,20 @@ def on_two_meshes(**options: Any) -> Any:
     return shard(EXPERTS, model, mesh=mesh_of(4), shard_placement_fn=place_experts(model, info), **options)
 
 
+@pytest.mark.full
 @multi_rank(4)
-def test_two_meshes_in_mixed_precision_and_offload() -> None:
-    options = {
-        "mp_policy": API.MixedPrecisionPolicy(**PRECISION),
-        "offload_policy": API.CPUOffloadPolicy(pin_memory=False),
-    }
-    train(EXPERTS, on_two_meshes(**options), reference=Reference(EXPERTS, world_size=4, **PRECISION))
+@pytest.mark.parametrize("reshard_after_forward", [True, 2])
+def test_two_meshes_in_mixed_precision_and_offload(reshard_after_forward: bool | int) -> None:
+    """The int is one of the mesh of four; the other, of two, goes back to its shards."""
+    model = on_two_meshes(
+        mp_policy=API.MixedPrecisionPolicy(**PRECISION),
+        offload_policy=API.CPUOffloadPolicy(pin_memory=False),
+        reshard_after_forward=reshard_after_forward,
+    )
+    train(EXPERTS, model, reference=Reference(EXPERTS, world_size=4, **PRECISION))
 
 
-@multi_rank(4)
-def test_two_meshes_with_prefetching_by_hand() -> None:
-    model = on_two_meshes()
-    model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1]])
-    model.blocks[1].set_modules_to_backward_prefetch([model.blocks[0]])
-    train(EXPERTS, model)
-
-
+@pytest.mark.full
 @multi_rank(4)
 def test_prefetching_gathers_all_meshes_of_a_module() -> None:
     model = on_two_meshes()
@@ -151,28 +70,6 @@ def test_prefetching_gathers_all_meshes_of_a_module() -> None:
         loss_on(EXPERTS, model)
     before = [each for each in trace.events[: trace.events.index("computes")] if not isinstance(each, str)]
     assert sorted(len(each.ranks) for each in before if each.dtype.is_floating_point) == [2, 2, 4, 4]
-
-
-@multi_rank(4)
-def test_two_meshes_unshard_and_reshard_together() -> None:
-    model, plain = on_two_meshes(), EXPERTS.build()
-    handle = model.blocks[0].unshard(async_op=True)
-    handle.wait()
-    for name, parameter in model.blocks[0].named_parameters():
-        assert not is_sharded(parameter) and torch.equal(parameter, plain.blocks[0].get_parameter(name))
-    model.blocks[0].reshard()
-    assert all(is_sharded(parameter) for parameter in model.blocks[0].parameters())
-    model.set_separate_reduce_scatter_group()
-    train(EXPERTS, model)
-
-
-@multi_rank(4)
-def test_two_meshes_with_an_int_reshard() -> None:
-    """Of the mesh of four; the other, of two, goes back to its shards."""
-    info = API.HSDPMeshInfo(mesh=mesh_of(2, 2), shard_mesh_dim=1, replicate_mesh_dim=0)
-    model = EXPERTS.build()
-    place = place_experts(model, info)
-    train(EXPERTS, shard(EXPERTS, model, mesh=mesh_of(4), shard_placement_fn=place, reshard_after_forward=2))
 
 
 # ---- settings that change while training ---------------------------------------------------------
@@ -193,21 +90,6 @@ def test_settings_that_change_every_step(world_size: int) -> None:
         model.set_is_last_backward(True)
 
     train(TRANSFORMER, model, steps=6, before_forward=before_forward)
-
-
-@multi_rank(2)
-def test_evaluation_between_with_prefetching_by_hand() -> None:
-    model = shard(ROOTED)
-    model[0].set_modules_to_forward_prefetch([model[2]])
-    model[2].set_modules_to_backward_prefetch([model[0]])
-
-    def before_forward(micro: int) -> None:
-        with torch.no_grad():
-            loss_on(ROOTED, model, 7)
-        for unit in ROOTED.units(model):
-            unit.reshard()
-
-    train(ROOTED, model, before_forward=before_forward)
 
 
 @multi_rank(2)
@@ -237,24 +119,6 @@ def test_parametrized_weights() -> None:
             return self.last(torch.tanh(self.first(x)))
 
     case = ModelCase("weight_norm", Net, TOWER.make_batch, ("first",), F.mse_loss)
-    train(case, shard(case))
-
-
-@multi_rank(2)
-def test_attention_that_uses_the_weights_of_its_children() -> None:
-    """`nn.MultiheadAttention` never calls its output projection."""
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
-            self.last = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y, _ = self.attention(x[None], x[None], x[None], need_weights=False)
-            return self.last(y[0])
-
-    case = ModelCase("attention", Net, TOWER.make_batch, ("attention",), F.mse_loss)
     train(case, shard(case))
 
 
@@ -288,36 +152,3 @@ def test_a_parameter_without_elements() -> None:
 
     case = ModelCase("empty", Net, TOWER.make_batch, (), F.mse_loss)
     train(case, shard(case))
-
-
-@multi_rank(2)
-def test_the_largest_parameter_of_one_rank_only() -> None:
-    """Rows fewer than ranks beside a big matrix: shards of very different sizes in one group."""
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(1, WIDTH))
-            self.first, self.last = nn.Linear(WIDTH, 301), nn.Linear(301, WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(torch.tanh(self.first(x * self.scale)))
-
-    case = ModelCase("sizes", Net, TOWER.make_batch, (), F.mse_loss)
-    model = shard(case)
-    train(case, model)
-    assert isinstance(model.scale, DTensor) and model.scale.placements == (Shard(0),)
-
-
-@multi_rank(2)
-def test_full_parameters_after_every_kind_of_use() -> None:
-    model = shard(ROOTED)
-    expected = {name: parameter.detach() for name, parameter in ROOTED.build().named_parameters()}
-    model.unshard()
-    model[0].unshard()
-    for unit in ROOTED.units(model):
-        unit.reshard()
-    assert_same("parameters", full_parameters(model), expected)
-    loss_on(ROOTED, model).backward()
-    assert_same("parameters", full_parameters(model), expected)
-    assert all(parameter.placements != (Replicate(),) for parameter in model.parameters())

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from tests.harness import Reference, assert_same, full_parameters, multi_rank
-from tests.harness.models import MLP, TRANSFORMER, UNEVEN_MLP, Batch, ModelCase
+from tests.harness.models import MLP, UNEVEN_MLP
 from tests.harness.parity.custom_collectives import custom_all_gather, custom_reduce_scatter
 from tests.harness.parity.implementation import API, beyond_torch
 from tests.harness.parity.programs import TOWER, loss_on, mesh_of, shard, train
@@ -39,38 +38,33 @@ def largest_dim(parameter: nn.Parameter) -> Shard:
     return Shard(max(range(parameter.ndim), key=lambda dim: parameter.shape[dim]))
 
 
-PLACES = pytest.mark.parametrize("place", [last_dim, negative_dim, largest_dim], ids=lambda each: each.__name__)
-
-
 # ---- another dim ---------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @multi_rank(2, 4)
-@PLACES
-@pytest.mark.parametrize("case", [MLP, TRANSFORMER], ids=str)
+@pytest.mark.parametrize("place", [last_dim, negative_dim, largest_dim], ids=lambda each: each.__name__)
 def test_another_dim_trains_like_the_unsharded_model(
-    case: ModelCase, place: Callable[[nn.Parameter], Shard | None], world_size: int
+    place: Callable[[nn.Parameter], Shard | None], world_size: int
 ) -> None:
-    if case.name == TRANSFORMER.name and place is largest_dim:
-        pytest.skip("its largest dim does not divide")
-    train(case, shard(case, shard_placement_fn=place))
+    train(MLP, shard(MLP, shard_placement_fn=place))
 
 
 @multi_rank(2)
-def test_local_shards_are_cut_along_the_dim() -> None:
-    model, plain = shard(MLP, shard_placement_fn=last_dim), MLP.build()
+@pytest.mark.parametrize("place", [last_dim, negative_dim], ids=lambda each: each.__name__)
+def test_local_shards_are_cut_along_the_dim(place: Callable[[nn.Parameter], Shard | None]) -> None:
+    model, plain = shard(MLP, shard_placement_fn=place), MLP.build()
     for (name, parameter), original in zip(model.named_parameters(), plain.parameters(), strict=True):
         dim = 1 if original.ndim == 2 else 0
         assert parameter.placements == (Shard(dim),), name
         assert torch.equal(parameter.to_local(), original.chunk(2, dim)[dist.get_rank()])
         assert parameter.to_local().is_contiguous()
     assert_same("parameters", full_parameters(model), {n: p.detach() for n, p in plain.named_parameters()})
-
-
-@multi_rank(2)
-def test_a_negative_dim_counts_from_the_end() -> None:
-    model = shard(MLP, shard_placement_fn=negative_dim)
-    assert model[0].weight.placements == (Shard(1),)
+    before = list(model.parameters())
+    loss_on(MLP, model).backward()
+    for parameter, same in zip(model.parameters(), before, strict=True):
+        assert parameter is same and parameter.grad.placements == parameter.placements
+        assert parameter.grad.to_local().shape == parameter.to_local().shape
 
 
 @multi_rank(2)
@@ -91,68 +85,17 @@ def test_the_function_is_asked_about_each_original_parameter() -> None:
     assert model[2].weight.placements == (Shard(0),)
 
 
-@multi_rank(4)
-def test_another_dim_with_hsdp() -> None:
-    model = shard(MLP, mesh=mesh_of(2, 2), shard_placement_fn=last_dim)
-    assert model[0].weight.placements == (Replicate(), Shard(1))
-    train(MLP, model)
-
-
-@multi_rank(2)
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_another_dim_with_both_ways_of_resharding(reshard_after_forward: bool) -> None:
-    model = shard(MLP, shard_placement_fn=last_dim, reshard_after_forward=reshard_after_forward)
-    train(MLP, model)
-
-
+@pytest.mark.full
 @multi_rank(4)
 @beyond_torch("int reshard of a Shard(1) parameter is an IndexError")
 def test_another_dim_with_an_int_reshard() -> None:
     train(MLP, shard(MLP, shard_placement_fn=last_dim, reshard_after_forward=2))
 
 
-@multi_rank(2)
-def test_the_state_dict_of_another_dim_loads_into_another_model() -> None:
-    model = shard(MLP, shard_placement_fn=last_dim)
-    train(MLP, model, steps=1)
-    other = shard(MLP, MLP.build(seed=1), shard_placement_fn=last_dim)
-    other.load_state_dict(model.state_dict())
-    assert_same("parameters", full_parameters(other), full_parameters(model))
-
-
-@multi_rank(2)
-def test_gradients_follow() -> None:
-    model = shard(MLP, shard_placement_fn=last_dim)
-    loss_on(MLP, model).backward()
-    for parameter in model.parameters():
-        assert parameter.grad.placements == parameter.placements
-        assert parameter.grad.to_local().shape == parameter.to_local().shape
-
-
 @multi_rank(2, 4)
 @beyond_torch("NotImplementedError")
 def test_uneven_sizes_on_another_dim(world_size: int) -> None:
     train(UNEVEN_MLP, shard(UNEVEN_MLP, shard_placement_fn=any_last_dim))
-
-
-@multi_rank(2)
-def test_a_convolution_sharded_along_its_input_channels() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Conv2d(4, 6, 3)
-            self.last = nn.Linear(6, 5)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(self.first(x.view(4, 4, 3, 3)).flatten(1))
-
-    def make_batch(generator: torch.Generator) -> Batch:
-        return Batch(torch.randn(4, 36, generator=generator), torch.randn(4, 5, generator=generator))
-
-    case = ModelCase("conv", Net, make_batch, ("first",), F.mse_loss)
-    model = shard(case, shard_placement_fn=lambda p: Shard(1) if p.ndim == 4 else None)
-    assert model.first.weight.placements == (Shard(1),)
-    train(case, model)
 
 
 # ---- another mesh --------------------------------------------------------------------------------
@@ -164,6 +107,7 @@ def shard_experts(mesh: DeviceMesh, mesh_info: Any, placement: Shard | None = No
     return shard(EXPERTS, model, mesh=mesh, shard_placement_fn=place, **options)
 
 
+@pytest.mark.full
 @multi_rank(4)
 @pytest.mark.parametrize("reshard_after_forward", [True, False, None])
 def test_some_parameters_use_a_hybrid_mesh(reshard_after_forward: bool | None) -> None:
@@ -176,8 +120,15 @@ def test_some_parameters_use_a_hybrid_mesh(reshard_after_forward: bool | None) -
         assert block.expert.weight.placements == (Replicate(), Shard(0))
         assert block.expert.weight.device_mesh == hybrid
     train(EXPERTS, model)
+    with traced() as trace:
+        loss_on(EXPERTS, model).backward()
+    pair, replicas = (tuple(dist.get_process_group_ranks(hybrid[axis].get_group())) for axis in ("shard", "replicate"))
+    assert {each.ranks for each in trace.of(GATHER)} == {pair, (0, 1, 2, 3)}
+    assert {each.ranks for each in trace.of(SCATTER)} == {pair, (0, 1, 2, 3)}
+    assert {each.ranks for each in trace.of(REDUCE)} == {replicas}
 
 
+@pytest.mark.full
 @multi_rank(4)
 def test_some_parameters_use_a_smaller_mesh() -> None:
     """As expert parallelism does: their gradients are averaged over that mesh alone."""
@@ -189,22 +140,7 @@ def test_some_parameters_use_a_smaller_mesh() -> None:
     train(EXPERTS, model, reference=Reference(EXPERTS, world_size=2), rank=dist.get_rank() % 2, world_size=4)
 
 
-@multi_rank(4)
-def test_each_mesh_has_its_own_collectives() -> None:
-    hybrid = mesh_of(2, 2)
-    info = API.HSDPMeshInfo(mesh=hybrid, shard_mesh_dim=1, replicate_mesh_dim=0)
-    model = shard_experts(mesh_of(4), info)
-    loss_on(EXPERTS, model).backward()
-    with traced() as trace:
-        loss_on(EXPERTS, model).backward()
-    pair = tuple(dist.get_process_group_ranks(hybrid["shard"].get_group()))
-    replicas = tuple(dist.get_process_group_ranks(hybrid["replicate"].get_group()))
-    everyone = (0, 1, 2, 3)
-    assert {each.ranks for each in trace.of(GATHER)} == {pair, everyone}
-    assert {each.ranks for each in trace.of(SCATTER)} == {pair, everyone}
-    assert {each.ranks for each in trace.of(REDUCE)} == {replicas}
-
-
+@pytest.mark.full
 @multi_rank(4)
 def test_a_placement_and_a_mesh_at_once() -> None:
     hybrid = mesh_of(2, 2)
@@ -223,18 +159,7 @@ def test_a_placement_and_a_mesh_at_once() -> None:
     train(EXPERTS, model)
 
 
-@multi_rank(4)
-def test_accumulation_over_two_meshes() -> None:
-    info = API.HSDPMeshInfo(mesh=mesh_of(2, 2), shard_mesh_dim=1, replicate_mesh_dim=0)
-    model = shard_experts(mesh_of(4), info)
-    train(
-        EXPERTS,
-        model,
-        reference=Reference(EXPERTS, world_size=4, microbatches=2),
-        before_forward=lambda micro: model.set_requires_gradient_sync(micro == 1),
-    )
-
-
+@pytest.mark.full
 @multi_rank(4)
 def test_a_result_with_the_given_mesh_is_as_none() -> None:
     info = API.FSDPMeshInfo(mesh=mesh_of(4), shard_mesh_dim=0)
@@ -260,6 +185,7 @@ def test_what_is_ambiguous_over_several_meshes_is_refused(method: str) -> None:
         getattr(model.blocks[0], method)(values[method])
 
 
+@pytest.mark.full
 @multi_rank(4)
 def test_mesh_infos_tell_sizes_and_groups() -> None:
     mesh = mesh_of(2, 2)
@@ -288,12 +214,3 @@ def test_anything_else_as_a_result_is_refused(result: Any) -> None:
 def test_a_dim_that_the_parameter_does_not_have_is_refused() -> None:
     with pytest.raises((ValueError, AssertionError, IndexError), match="dim"):
         API.fully_shard(MLP.build(), shard_placement_fn=lambda parameter: Shard(2))
-
-
-@multi_rank(2)
-def test_sharded_parameters_stay_the_same_objects_over_a_step() -> None:
-    model = shard(MLP, shard_placement_fn=last_dim)
-    before = list(model.parameters())
-    loss_on(MLP, model).backward()
-    assert all(mine is yours for mine, yours in zip(model.parameters(), before, strict=True))
-    assert all(isinstance(parameter, DTensor) for parameter in before)

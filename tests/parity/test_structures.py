@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -120,23 +121,18 @@ def square(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().mean()
 
 
+@pytest.mark.full
 @multi_rank(2)
 @KINDS
 @pytest.mark.parametrize("by_keyword", [False, True], ids=["positional", "keyword"])
 def test_gradients_flow_through_inputs_and_outputs_of_any_structure(kind: str, by_keyword: bool) -> None:
     model = sharded(built(kind, by_keyword=by_keyword))
     assert_gradients_like(model, built(kind, by_keyword=by_keyword), square)
-
-
-@multi_rank(2)
-@KINDS
-def test_structures_keep_their_types(kind: str) -> None:
-    model = sharded(built(kind))
     expected = type(PACKERS[kind](torch.ones(1), torch.ones(1)))
-    model(torch.randn(2, WIDTH)).sum().backward()
     assert all(seen is expected for step in model.steps for seen, _ in step.seen)
 
 
+@pytest.mark.full
 @multi_rank(2)
 @KINDS
 def test_structures_keep_their_types_when_they_are_cast(kind: str) -> None:
@@ -148,6 +144,18 @@ def test_structures_keep_their_types_when_they_are_cast(kind: str) -> None:
     output.sum().backward()
     for step in model.steps:
         assert step.seen == [(expected, {torch.bfloat16})]
+
+
+def check(
+    make: type[nn.Module], *units: str, loss: Callable[[nn.Module, Tensor], Tensor] = square, **options: Any
+) -> None:
+    """Sharded in these units, made by ``make``, gradients are those of the plain module."""
+    torch.manual_seed(0)
+    plain = make()
+    model: Any = copy.deepcopy(plain)
+    for name in units:
+        API.fully_shard(model.get_submodule(name), **options)
+    assert_gradients_like(API.fully_shard(model), plain, loss)
 
 
 @multi_rank(2)
@@ -164,16 +172,10 @@ def test_packed_sequences() -> None:
             assert isinstance(output, PackedSequence)
             return output.data
 
-    def build() -> Recurrent:
-        torch.manual_seed(0)
-        return Recurrent()
-
-    model: Any = build()
-    API.fully_shard(model.gru)
-    API.fully_shard(model)
-    assert_gradients_like(model, build(), square)
+    check(Recurrent, "gru")
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_a_loss_of_only_some_outputs() -> None:
     class Split(nn.Module):
@@ -184,17 +186,11 @@ def test_a_loss_of_only_some_outputs() -> None:
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             return self.used(x), self.other(x)
 
-    def build() -> Split:
-        torch.manual_seed(0)
-        return Split()
-
-    model: Any = build()
-    for unit in (model.used, model.other, model):
-        API.fully_shard(unit)
-    assert_gradients_like(model, build(), lambda each, x: each(x)[0].square().mean())
-    assert_gradients_like(model, build(), lambda each, x: each(x)[1].square().mean())
+    check(Split, "used", "other", loss=lambda each, x: each(x)[0].square().mean())
+    check(Split, "used", "other", loss=lambda each, x: each(x)[1].square().mean())
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_a_module_without_inputs_and_one_whose_inputs_need_no_gradient() -> None:
     class Source(nn.Module):
@@ -213,14 +209,7 @@ def test_a_module_without_inputs_and_one_whose_inputs_need_no_gradient() -> None
         def forward(self, x: Tensor) -> Tensor:
             return self.last(self.source() * x)
 
-    def build() -> Net:
-        torch.manual_seed(0)
-        return Net()
-
-    model: Any = build()
-    for unit in (model.source, model.last, model):
-        API.fully_shard(unit)
-    assert_gradients_like(model, build(), square)
+    check(Net, "source", "last")
 
 
 @multi_rank(2)
@@ -238,64 +227,4 @@ def test_outputs_that_need_no_gradient() -> None:
                 x = self.frozen(x)
             return self.last(x)
 
-    def build() -> Net:
-        torch.manual_seed(0)
-        return Net()
-
-    model: Any = build()
-    for unit in (model.frozen, model.last, model):
-        API.fully_shard(unit)
-    assert_gradients_like(model, build(), square)
-
-
-@multi_rank(2)
-def test_an_output_that_is_changed_in_place_by_its_receiver() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.first(x)
-            y += 1
-            return self.last(y)
-
-    def build() -> Net:
-        torch.manual_seed(0)
-        return Net()
-
-    model: Any = build()
-    for unit in (model.first, model.last, model):
-        API.fully_shard(unit)
-    assert_gradients_like(model, build(), square)
-
-
-@multi_rank(2)
-def test_a_parameter_that_is_returned() -> None:
-    """An embedding table as an output of a unit that is not resharded after forward."""
-
-    class Table(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return x @ self.weight, self.weight * 1
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.last = Table(), nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y, weight = self.table(x)
-            return self.last(y) @ weight
-
-    def build() -> Net:
-        torch.manual_seed(0)
-        return Net()
-
-    model: Any = build()
-    API.fully_shard(model.table, reshard_after_forward=False)
-    API.fully_shard(model)
-    assert_gradients_like(model, build(), square)
+    check(Net, "frozen", "last")

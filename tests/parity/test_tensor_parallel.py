@@ -11,18 +11,16 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     loss_parallel,
 )
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from tests.harness import Reference, adamw, assert_same, full_parameters, multi_rank
-from tests.harness.compare import Tolerance
+from tests.harness import assert_same, full_parameters, multi_rank
 from tests.harness.models import Batch, ModelCase
-from tests.harness.parity.implementation import API, IS_TORCH
+from tests.harness.parity.implementation import IS_TORCH
 from tests.harness.parity.language import EVEN, UNEVEN, WIDTH, parallelized, token_loss, train_2d, world
-from tests.harness.parity.programs import trainable
 from tests.harness.parity.trace import GATHER, REDUCE, SCATTER, traced
 
 CASES = pytest.mark.parametrize("case", [EVEN, UNEVEN], ids=str)
@@ -31,6 +29,7 @@ CASES = pytest.mark.parametrize("case", [EVEN, UNEVEN], ids=str)
 # ---- placements ----------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @multi_rank(4)
 def test_placements_are_those_of_fsdp_and_tensor_parallelism_side_by_side() -> None:
     mesh = world(2, 2)
@@ -48,6 +47,7 @@ def test_placements_are_those_of_fsdp_and_tensor_parallelism_side_by_side() -> N
     assert colwise.to_local().shape == (16 // 4, WIDTH)
 
 
+@pytest.mark.full
 @multi_rank(4)
 def test_what_tensor_parallelism_leaves_alone_is_sharded_over_the_data_axis_only() -> None:
     mesh = world(2, 2)
@@ -57,6 +57,7 @@ def test_what_tensor_parallelism_leaves_alone_is_sharded_over_the_data_axis_only
     assert model.head.weight.placements == (_StridedShard(0, split_factor=2), Shard(0))
 
 
+@pytest.mark.full
 @multi_rank(4)
 @CASES
 def test_full_tensor_gives_back_the_original(case: ModelCase) -> None:
@@ -65,6 +66,7 @@ def test_full_tensor_gives_back_the_original(case: ModelCase) -> None:
     assert_same("parameters", full_parameters(model), originals)
 
 
+@pytest.mark.full
 @multi_rank(4)
 def test_local_shards_of_a_strided_parameter_interleave() -> None:
     """Tensor parallelism cuts first: rows 0-7 and 8-15; FSDP halves each."""
@@ -75,6 +77,7 @@ def test_local_shards_of_a_strided_parameter_interleave() -> None:
     assert torch.equal(model.blocks[0].feed_forward.up.weight.to_local(), expected)
 
 
+@pytest.mark.full
 @multi_rank(4)
 @pytest.mark.parametrize("shape", [(2, 1, 2), (1, 2, 2), (2, 2, 1)], ids=str)
 def test_hsdp_and_tensor_parallelism_make_three_axes(shape: tuple[int, int, int]) -> None:
@@ -91,6 +94,7 @@ def test_hsdp_and_tensor_parallelism_make_three_axes(shape: tuple[int, int, int]
 # ---- training ------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @multi_rank(4)
 @CASES
 @pytest.mark.parametrize("sequence", [False, True], ids=["colwise_rowwise", "sequence_parallel"])
@@ -99,6 +103,7 @@ def test_tensor_parallelism_trains_like_the_unsharded_model(case: ModelCase, seq
     train_2d(case, parallelized(case, mesh, sequence=sequence), mesh)
 
 
+@pytest.mark.full
 @multi_rank(4)
 @pytest.mark.parametrize("shape", [(1, 4), (4, 1)], ids=["all_tensor", "all_data"])
 def test_an_axis_of_size_one_is_allowed(shape: tuple[int, int]) -> None:
@@ -106,19 +111,7 @@ def test_an_axis_of_size_one_is_allowed(shape: tuple[int, int]) -> None:
     train_2d(EVEN, parallelized(EVEN, mesh), mesh, steps=2)
 
 
-@multi_rank(2)
-def test_two_ranks_of_tensor_parallelism_alone() -> None:
-    mesh = world(1, 2)
-    train_2d(UNEVEN, parallelized(UNEVEN, mesh), mesh, steps=2)
-
-
-@multi_rank(4)
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_tensor_parallelism_trains_whether_or_not_it_reshards_after_forward(reshard_after_forward: bool) -> None:
-    mesh = world(2, 2)
-    train_2d(UNEVEN, parallelized(UNEVEN, mesh, reshard_after_forward=reshard_after_forward), mesh, steps=2)
-
-
+@pytest.mark.full
 @multi_rank(4)
 def test_loss_parallel() -> None:
     """Logits stay split over the vocabulary, up to the loss."""
@@ -132,6 +125,7 @@ def test_loss_parallel() -> None:
         train_2d(EVEN, model, mesh, loss=loss, steps=2)
 
 
+@pytest.mark.full
 @multi_rank(4)
 def test_unsharded_parameters_are_dtensors_of_the_tensor_parallel_mesh() -> None:
     mesh = world(2, 2)
@@ -146,6 +140,7 @@ def test_unsharded_parameters_are_dtensors_of_the_tensor_parallel_mesh() -> None
     assert weight.shape == (16, WIDTH)
 
 
+@pytest.mark.full
 @multi_rank(4)
 def test_fsdp_communicates_along_the_data_axis_only() -> None:
     mesh = world(2, 2)
@@ -159,53 +154,9 @@ def test_fsdp_communicates_along_the_data_axis_only() -> None:
     for kind in (GATHER, SCATTER):
         assert trace.of(kind) and {each.ranks for each in trace.of(kind)} == {peers}
     assert trace.of(REDUCE) == []
-
-
-@multi_rank(4)
-def test_gradients_are_dtensors_with_the_placements_of_their_parameters() -> None:
-    model = parallelized(UNEVEN, world(2, 2))
-    UNEVEN.loss(model, UNEVEN.batch(0, 0, dist.get_rank() // 2)).backward()
     for parameter in model.parameters():
-        assert isinstance(parameter.grad, DTensor)
         assert parameter.grad.placements == parameter.placements
         assert parameter.grad.device_mesh == parameter.device_mesh
-
-
-@multi_rank(4)
-def test_clipping_by_the_global_norm() -> None:
-    mesh = world(2, 2)
-    reference = Reference(EVEN, world_size=2, max_norm=0.1)
-    train_2d(EVEN, parallelized(EVEN, mesh), mesh, reference=reference)
-
-
-@multi_rank(4)
-@pytest.mark.parametrize("sync_all", [True, False], ids=["reduce_each", "reduce_last"])
-def test_accumulation(sync_all: bool) -> None:
-    mesh = world(2, 2)
-    model = parallelized(UNEVEN, mesh)
-    train_2d(
-        UNEVEN,
-        model,
-        mesh,
-        steps=2,
-        reference=Reference(UNEVEN, world_size=2, microbatches=2),
-        before_forward=lambda micro: model.set_requires_gradient_sync(sync_all or micro == 1),
-    )
-
-
-@multi_rank(4)
-def test_shard_placement_fn_chooses_the_other_dim() -> None:
-    """Column-wise weights are cut along dim 0 already: sharding dim 1 needs no interleaving."""
-
-    def place(parameter: nn.Parameter) -> Shard | None:
-        assert isinstance(parameter, DTensor)
-        return Shard(1) if parameter.ndim == 2 and parameter.placements == (Shard(0),) else None
-
-    mesh = world(2, 2)
-    model = parallelized(EVEN, mesh, shard_placement_fn=place)
-    assert model.blocks[0].feed_forward.up.weight.placements == (Shard(1), Shard(0))
-    assert model.blocks[0].feed_forward.down.weight.placements == (Shard(0), Shard(1))
-    train_2d(EVEN, model, mesh)
 
 
 @multi_rank(4)
@@ -216,20 +167,10 @@ def test_an_int_reshard_is_not_implemented() -> None:
         EVEN.loss(parallelized(EVEN, mesh, reshard_after_forward=2), EVEN.batch(0, 0, dist.get_rank()))
 
 
-@multi_rank(4)
-def test_mixed_precision() -> None:
-    mesh = world(2, 2)
-    policy = API.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = parallelized(EVEN, mesh, mp_policy=policy)
-    reference = Reference(EVEN, world_size=2, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    rounding = Tolerance(rtol=0.1, atol=2e-2, reason="bfloat16 partial sums")
-    train_2d(EVEN, model, mesh, reference=reference, tolerance=rounding, steps=2)
-    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
-
-
 # ---- state ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @multi_rank(4)
 @CASES
 def test_full_state_dict_goes_out_and_comes_back(case: ModelCase) -> None:
@@ -245,46 +186,14 @@ def test_full_state_dict_goes_out_and_comes_back(case: ModelCase) -> None:
     assert_same("parameters", full_parameters(other), full)
 
 
-@multi_rank(4)
-@CASES
-def test_state_dict_of_one_model_loads_into_another(case: ModelCase) -> None:
-    mesh = world(2, 2)
-    state = parallelized(case, mesh).state_dict()
-    other = parallelized(case, mesh, seed=1)
-    other.load_state_dict(state)
-    assert_same("parameters", full_parameters(other), {n: p.detach() for n, p in case.build().named_parameters()})
-
-
+@pytest.mark.full
 @multi_rank(4)
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4), (2, 1, 2)], ids=str)
-@CASES
-def test_a_checkpoint_loads_onto_another_mesh(case: ModelCase, shape: tuple[int, ...], tmp_path: Path) -> None:
-    mesh = world(2, 2)
+def test_a_checkpoint_loads_onto_another_mesh(shape: tuple[int, ...], tmp_path: Path) -> None:
+    case, mesh = UNEVEN, world(2, 2)
     model = parallelized(case, mesh)
     train_2d(case, model, mesh, steps=1)
     dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path)
     other = parallelized(case, world(*shape), seed=1)
     dcp.load({"model": other.state_dict()}, checkpoint_id=tmp_path)
     assert_same("parameters", full_parameters(other), full_parameters(model))
-
-
-@multi_rank(4)
-def test_the_optimizer_holds_state_with_the_same_placements() -> None:
-    model = parallelized(EVEN, world(2, 2))
-    optimizer = adamw(trainable(model))
-    EVEN.loss(model, EVEN.batch(0, 0, dist.get_rank() // 2)).backward()
-    optimizer.step()
-    for parameter in model.parameters():
-        assert optimizer.state[parameter]["exp_avg"].placements == parameter.placements
-
-
-@multi_rank(4)
-def test_parameters_can_be_written_as_whole_tensors() -> None:
-    """`copy_` of a tensor distributed like the parameter: what loaders do."""
-    mesh = world(2, 2)
-    model, values = parallelized(EVEN, mesh, seed=1), dict(EVEN.build().named_parameters())
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            source = distribute_tensor(values[name].detach(), parameter.device_mesh, parameter.placements)
-            parameter.copy_(source)
-    train_2d(EVEN, model, mesh, steps=2)

@@ -26,43 +26,31 @@ def linear() -> nn.Linear:
     return nn.Linear(4, 4)
 
 
-# ---- the mesh ------------------------------------------------------------------------------------
+# ---- arguments -----------------------------------------------------------------------------------
 
-
-@multi_rank(4)
-def test_a_mesh_of_three_axes() -> None:
-    with pytest.raises(ValueError, match=r"1D or 2D|1-D or 2-D|one.*two"):
-        API.fully_shard(linear(), mesh=mesh_of(2, 2, 1, names=("a", "b", "c")))
-
-
-@multi_rank(4)
-def test_a_mesh_of_two_axes_without_names() -> None:
-    mesh = init_device_mesh("cpu", (2, 2))
-    with pytest.raises((AssertionError, ValueError), match="mesh_dim_names"):
-        API.fully_shard(linear(), mesh=mesh)
-
-
-@multi_rank(2)
-@pytest.mark.parametrize("mesh", ["cpu", 2, [0, 1]], ids=repr)
-def test_something_else_than_a_mesh(mesh: Any) -> None:
-    with pytest.raises((TypeError, ValueError, AttributeError)):
-        API.fully_shard(linear(), mesh=mesh)
+WRONG: dict[str, tuple[Callable[[], dict[str, Any]], str | None]] = {
+    "a mesh of three axes": (
+        lambda: {"mesh": mesh_of(2, 1, 1, names=("a", "b", "c"))},
+        r"1D or 2D|1-D or 2-D|one.*two",
+    ),
+    "a mesh of two axes without names": (lambda: {"mesh": init_device_mesh("cpu", (2, 1))}, "mesh_dim_names"),
+    "a device": (lambda: {"mesh": "cpu"}, None),
+    "ranks": (lambda: {"mesh": [0, 1]}, None),
+    "a process group": (lambda: {"mesh": dist.group.WORLD}, None),
+    "no module": (lambda: {"module": None}, None),
+    "the class of a module": (lambda: {"module": nn.Linear}, None),
+    "an empty list": (lambda: {"module": []}, None),
+    "a float": (lambda: {"reshard_after_forward": 1.0}, "reshard_after_forward"),
+    "a list of a bool": (lambda: {"reshard_after_forward": [True]}, "reshard_after_forward"),
+}
 
 
 @multi_rank(2)
-def test_a_process_group_is_not_a_mesh() -> None:
-    with pytest.raises((TypeError, ValueError, AttributeError)):
-        API.fully_shard(linear(), mesh=dist.group.WORLD)
-
-
-# ---- the module ----------------------------------------------------------------------------------
-
-
-@multi_rank(2)
-@pytest.mark.parametrize("module", [None, "model", torch.nn.Linear], ids=repr)
-def test_something_else_than_a_module(module: Any) -> None:
-    with pytest.raises((TypeError, ValueError, AttributeError)):
-        API.fully_shard(module)
+@pytest.mark.parametrize("name", list(WRONG))
+def test_an_argument_of_another_kind(name: str) -> None:
+    make, says = WRONG[name]
+    with pytest.raises((AssertionError, AttributeError, IndexError, TypeError, ValueError), match=says):
+        API.fully_shard(**{"module": linear(), **make()})
 
 
 @multi_rank(2)
@@ -70,18 +58,6 @@ def test_a_module_that_is_sharded_already() -> None:
     module = API.fully_shard(linear())
     with pytest.raises((AssertionError, ValueError, RuntimeError)):
         API.fully_shard(module, reshard_after_forward=False)
-
-
-@multi_rank(2)
-def test_a_container_without_forward() -> None:
-    with pytest.raises(ValueError, match="forward"):
-        API.fully_shard(nn.ModuleList([linear()]))
-
-
-@multi_rank(2)
-def test_an_empty_list_of_modules() -> None:
-    with pytest.raises((ValueError, IndexError, AssertionError)):
-        API.fully_shard([])
 
 
 # ---- parameters ----------------------------------------------------------------------------------
@@ -117,6 +93,7 @@ def test_a_tensor_parallel_parameter_on_a_mesh_that_is_not_part_of_the_same_one(
 # ---- reshard_after_forward -----------------------------------------------------------------------
 
 
+@pytest.mark.full
 @multi_rank(4)
 @pytest.mark.parametrize("value", [3, 0, -2, 8, 5])
 def test_an_int_that_does_not_divide_the_shard_axis(value: int) -> None:
@@ -128,13 +105,6 @@ def test_an_int_that_does_not_divide_the_shard_axis(value: int) -> None:
 def test_an_int_is_compared_with_the_shard_axis_and_not_with_the_world() -> None:
     with pytest.raises(ValueError, match="4"):
         API.fully_shard(linear(), mesh=mesh_of(2, 2), reshard_after_forward=4)
-
-
-@multi_rank(2)
-@pytest.mark.parametrize("value", [1.0, "True", [True]], ids=repr)
-def test_reshard_after_forward_of_another_type(value: Any) -> None:
-    with pytest.raises((ValueError, TypeError), match="reshard_after_forward"):
-        API.fully_shard(linear(), reshard_after_forward=value)
 
 
 # ---- what a mistake must leave alone -------------------------------------------------------------
@@ -188,15 +158,6 @@ def test_reset_before_the_first_forward_does_nothing() -> None:
     train(TOWER, model, steps=1)
 
 
-@multi_rank(2)
-def test_parameters_on_meta() -> None:
-    with torch.device("meta"):
-        model = ROOTED.make_model()
-    shard(ROOTED, model)
-    with pytest.raises(RuntimeError, match="meta"):
-        loss_on(ROOTED, model)
-
-
 # ---- settings ------------------------------------------------------------------------------------
 
 
@@ -207,6 +168,7 @@ MISTAKES: dict[str, Mistake] = {
     "reshard_after_forward_int": (ValueError, lambda m: m.set_reshard_after_forward(2)),
     "reshard_after_forward_none": (ValueError, lambda m: m.set_reshard_after_forward(None)),
     "buffers_zero": (ValueError, lambda m: m.set_reduce_scatter_max_input_buffers(0)),
+    "buffers_zero_of_one": (ValueError, lambda m: m.set_reduce_scatter_max_input_buffers(0, recurse=False)),
     "buffers_bool": (TypeError, lambda m: m.set_reduce_scatter_max_input_buffers(True)),
     "buffers_float": (TypeError, lambda m: m.set_reduce_scatter_max_input_buffers(2.0)),
     "share_with_plain_modules": (ValueError, lambda m: API.share_comm_ctx([m, linear()])),
@@ -241,43 +203,6 @@ def test_reshard_after_forward_is_the_one_setter_with_a_positional_recurse() -> 
     loss.backward()
     model.zero_grad()
     train(ROOTED, model, steps=1)
-
-
-@multi_rank(2)
-def test_every_documented_method_is_there() -> None:
-    documented = {
-        "finalize_backward": (2, 15),
-        "set_keep_unsharded_storage": (2, 15),
-        "set_manual_backward_finalization": (2, 15),
-    }
-    common = [
-        "reshard",
-        "reset_iter_state",
-        "set_all_reduce_hook",
-        "set_allocate_memory_from_process_group_for_comm",
-        "set_custom_all_gather",
-        "set_custom_reduce_scatter",
-        "set_force_sum_reduction_for_comms",
-        "set_gradient_divide_factor",
-        "set_is_last_backward",
-        "set_modules_to_backward_prefetch",
-        "set_modules_to_forward_prefetch",
-        "set_post_optim_event",
-        "set_reduce_scatter_divide_factor",
-        "set_reduce_scatter_max_input_buffers",
-        "set_reduce_scatter_unused_params",
-        "set_requires_all_reduce",
-        "set_requires_gradient_sync",
-        "set_reshard_after_backward",
-        "set_reshard_after_forward",
-        "set_separate_reduce_scatter_group",
-        "set_symm_mem_for_comm",
-        "set_unshard_in_backward",
-        "unshard",
-    ]
-    model = shard(TOWER)
-    for name in common if API.name == "torch" else [*common, *documented]:
-        assert callable(getattr(model, name)), name
 
 
 @multi_rank(2)

@@ -27,6 +27,7 @@ def whole(parameter: Tensor) -> Tensor:
 # ---- unshard and reshard by hand -----------------------------------------------------------------
 
 
+@pytest.mark.full
 @multi_rank(2)
 @pytest.mark.parametrize("ran_before", [False, True])
 def test_unshard_registers_the_whole_parameters_and_reshard_the_sharded_ones(ran_before: bool) -> None:
@@ -82,6 +83,7 @@ def test_an_asynchronous_unshard_is_waited_for_by_its_handle() -> None:
     model.c.reshard()
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_an_asynchronous_unshard_is_waited_for_by_forward() -> None:
     model = shard(UNEVEN_MLP)
@@ -119,17 +121,7 @@ def test_unshard_follows_the_mixed_precision_policy() -> None:
     assert model.a.weight.dtype == torch.bfloat16
 
 
-@multi_rank(2)
-def test_what_is_computed_with_unsharded_parameters_outside_of_forward_is_right() -> None:
-    model, plain = shard(UNEVEN_MLP), UNEVEN_MLP.build()
-    model[0].unshard()
-    x = torch.randn(3, 13)
-    with torch.no_grad():
-        assert torch.equal(nn.functional.linear(x, model[0].weight, model[0].bias), plain[0](x))
-    model[0].reshard()
-    train(UNEVEN_MLP, model, steps=2)
-
-
+@pytest.mark.full
 @multi_rank(2)
 def test_a_handle_of_a_module_without_parameters() -> None:
     model = shard(TOWER)  # the root has none of its own
@@ -170,14 +162,6 @@ def test_kept_storage_has_the_same_address_every_time(recurse: bool) -> None:
     weight = model.b.weight
     model.b.reshard()
     assert weight.untyped_storage().size() == 0
-
-
-@multi_rank(2)
-@torch_from((2, 15), "set_keep_unsharded_storage is new")
-def test_training_with_kept_storage() -> None:
-    model = shard(UNEVEN_MLP)
-    model.set_keep_unsharded_storage(True)
-    train(UNEVEN_MLP, model)
 
 
 @multi_rank(2)

@@ -1,7 +1,4 @@
-"""docs/parity.md tells the truth: its tests exist and run, nothing that torch offers is left out, its counts are right.
-
-Which rows a whole run has not shown is told at its end: see `parity_table.report_what_was_not_shown`.
-"""
+"""docs/parity.md tells the truth: its tests exist, nothing that torch offers is left out, its counts are right."""
 
 from __future__ import annotations
 
@@ -11,26 +8,10 @@ import operator
 import re
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
-from types import SimpleNamespace
-
-import pytest
 
 import fsdp2
 from tests.harness import torch_api
-from tests.harness.parity_table import (
-    DIFFERENCES,
-    DOCUMENT,
-    DOCUMENTED,
-    RECORD,
-    TESTS,
-    VERSIONS,
-    report_what_was_not_shown,
-    rows,
-    rows_of,
-    shown_by,
-    what_the_record_has_not_shown,
-)
+from tests.harness.parity_table import DIFFERENCES, DOCUMENT, DOCUMENTED, TESTS, VERSIONS, rows, rows_of, shown_by
 
 # A test that waits for hardware or for a version of torch says so; no other may be skipped, and none may fail.
 NEVER = {"skip", "skipif", "xfail"}
@@ -131,60 +112,3 @@ def test_the_shown_by_an_argument_are_those_of_its_rows() -> None:
     assert recurse == ["parity/test_hsdp.py::test_requires_all_reduce_recurses_unless_told_not_to"]
     assert set(recurse) < set(shown_by("FSDPModule.set_requires_all_reduce"))
     assert shown_by("FSDPModule.set_nothing") == []
-
-
-# ---- what a run has shown ------------------------------------------------------------------------
-
-
-class Reporter:
-    """As much of pytest's as is asked."""
-
-    def __init__(self, *, keyword: str = "", **outcomes: list[str]) -> None:
-        self.config = SimpleNamespace(option=SimpleNamespace(keyword=keyword))
-        reports = {kind: [f"tests/{each}" for each in nodes] for kind, nodes in outcomes.items()}
-        self.stats = {kind: [SimpleNamespace(nodeid=each) for each in nodes] for kind, nodes in reports.items()}
-        self.lines: list[str] = []
-
-    def section(self, title: str) -> None:
-        self.lines.append(title)
-
-    def line(self, text: str) -> None:
-        self.lines.append(text)
-
-
-@pytest.fixture(autouse=True)
-def whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not as a part of a run, which this test itself may be in."""
-    monkeypatch.delenv(RECORD, raising=False)
-
-
-def test_a_whole_run_tells_what_it_has_not_shown() -> None:
-    first, *others = sorted({test for row in rows() for test in row.tests})
-    reporter = Reporter(passed=[f"{test}[2ranks]" for test in others], skipped=[first])
-    report_what_was_not_shown(reporter)
-    assert reporter.lines[1:] == [f"tests/{first}"]
-
-
-def test_nothing_is_told_of_a_narrowed_run_or_when_all_was_shown() -> None:
-    first, *others = sorted({test for row in rows() for test in row.tests})
-    one_file = [test for test in others if test.startswith("parity/test_hsdp.py")]
-    for reporter in (
-        Reporter(passed=[first, *others]),
-        Reporter(failed=[first], passed=others),
-        Reporter(passed=one_file),
-        Reporter(passed=others, skipped=[first], keyword="hsdp"),
-    ):
-        report_what_was_not_shown(reporter)
-        assert reporter.lines == []
-
-
-def test_parts_of_a_run_are_told_of_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(RECORD, str(tmp_path / "record"))
-    first, *others = sorted({test for row in rows() for test in row.tests})
-    assert what_the_record_has_not_shown(tmp_path / "record") == []
-    parts = [[test for test in others if test.startswith("unit/") is is_unit] for is_unit in (True, False)]
-    for part in parts:
-        reporter = Reporter(passed=[f"{test}[a b]" for test in part], skipped=[first])
-        report_what_was_not_shown(reporter)
-        assert reporter.lines == []
-    assert what_the_record_has_not_shown(tmp_path / "record") == [f"tests/{first}"]

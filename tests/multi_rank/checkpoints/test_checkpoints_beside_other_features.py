@@ -23,12 +23,17 @@ CPU = torch.device("cpu")
 INPUT = torch.ones(3, 6)
 
 
-def fsdp1(seed: int, original: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+def wrapped_as(kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """By FSDP1, as "original" parameters or "flat" ones, or by `fully_shard`."""
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 5))
-    model[0] = FullyShardedDataParallel(model[0], use_orig_params=original, device_id=CPU)
-    wrapped = FullyShardedDataParallel(model, use_orig_params=original, device_id=CPU)
-    return wrapped, torch.optim.AdamW(wrapped.parameters(), lr=0.1)
+    model: nn.Module = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 5))
+    if kind == "fully_shard":
+        fully_shard(model)
+    else:
+        arguments: dict[str, Any] = {"use_orig_params": kind == "original", "device_id": CPU}
+        model[0] = FullyShardedDataParallel(model[0], **arguments)  # type: ignore[index,operator]
+        model = FullyShardedDataParallel(model, **arguments)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
 
 
 def fsdp1_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -37,41 +42,25 @@ def fsdp1_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def fsdp1_saves(folder: Path) -> list[torch.Tensor]:
-    model, optimizer = fsdp1(0, True)
-    fsdp1_step(model, optimizer)
-    save(folder / "saved", model, optimizer)
+def saves_or_loads(folder: Path, kind: str, seed: int) -> list[torch.Tensor]:
+    """Outputs then, and a step later. Its state dicts are copies: what is read there must come into the model."""
+    model, optimizer = wrapped_as(kind, seed)
+    if seed:
+        load(folder / "saved", model, optimizer)
+    else:
+        fsdp1_step(model, optimizer)
+        save(folder / "saved", model, optimizer)
     found = [model(INPUT).detach()]
     fsdp1_step(model, optimizer)
     return [*found, model(INPUT).detach()]
 
 
-def fsdp1_loads(folder: Path, original: bool) -> list[torch.Tensor]:
-    """Its state dicts are copies: what is read there must come into the model."""
-    model, optimizer = fsdp1(1, original)
-    load(folder / "saved", model, optimizer)
-    found = [model(INPUT).detach()]
-    fsdp1_step(model, optimizer)
-    return [*found, model(INPUT).detach()]
-
-
-def plain_loads(folder: Path) -> list[torch.Tensor]:
-    torch.manual_seed(2)
-    model = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 5))
-    fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
-    load(folder / "saved", model, optimizer)
-    found = [model(INPUT).detach()]
-    fsdp1_step(model, optimizer)
-    return [*found, model(INPUT).detach()]
-
-
+@pytest.mark.full  # 8 s
 def test_fsdp1s_wrapper(tmp_path: Path) -> None:
-    wanted = anew(2, fsdp1_saves, tmp_path)[0]
-    for found in (*anew(2, fsdp1_loads, tmp_path, True), *anew(2, fsdp1_loads, tmp_path, False)):
-        assert all(map(torch.equal, found, wanted))
-    for found in anew(2, plain_loads, tmp_path):
-        assert all(map(torch.equal, found, wanted))
+    wanted = anew(2, saves_or_loads, tmp_path, "original", 0)[0]
+    for kind in ("original", "flat", "fully_shard"):
+        for found in anew(2, saves_or_loads, tmp_path, kind, 1):
+            assert all(map(torch.equal, found, wanted))
 
 
 class Turned(nn.Module):
@@ -99,6 +88,7 @@ def turned(folder: Path) -> None:
     assert torch.equal(other(torch.eye(4)), model(torch.eye(4)))
 
 
+@pytest.mark.full
 def test_a_state_dict_that_is_a_copy(tmp_path: Path) -> None:
     anew(2, turned, tmp_path)
 
@@ -132,6 +122,7 @@ def loads_wrapped(folder: Path) -> dict[str, Any]:
     return {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in snapshot(run).items()}
 
 
+@pytest.mark.full  # 6 s
 def test_wrappers_are_in_no_name(tmp_path: Path) -> None:
     wanted = anew(2, saves_wrapped, tmp_path)[0]
     assert_equal(wanted, anew(2, loads_unwrapped, tmp_path)[0])
@@ -147,6 +138,7 @@ def inside_of_full_parameters(folder: Path) -> None:
     assert_equal(snapshot(run), snapshot(other))
 
 
+@pytest.mark.full
 def test_inside_of_full_parameters(tmp_path: Path) -> None:
     anew(2, inside_of_full_parameters, tmp_path)
 
@@ -189,13 +181,11 @@ def test_a_rank_that_fails_to_plan_or_is_at_another_step(tmp_path: Path) -> None
 FORGETS = """
 import torch
 from fsdp2.checkpoint import Checkpoints
-class Bad:
-    def __reduce__(self):
-        raise ValueError("no way")
 Checkpoints("file/run", torch.nn.Linear(2, 2)).save(1, asynchronous=True)
 """
 
 
+@pytest.mark.full  # 7 s
 def test_an_error_that_nobody_asks_for_is_in_the_log(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     done = subprocess.run(

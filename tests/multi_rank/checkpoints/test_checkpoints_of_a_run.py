@@ -88,6 +88,7 @@ def restore(folder: Path, step: int | None) -> tuple[int, dict[str, Any]]:
     return found, parts.state()
 
 
+@pytest.mark.full  # 10 s each
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_run_is_found_again(asynchronous: bool, tmp_path: Path) -> None:
     run = tmp_path / "deep" / "run"
@@ -199,6 +200,7 @@ class _Unpicklable:
         raise ValueError("no way")
 
 
+@pytest.mark.full  # 5 s
 def test_an_asynchronous_save_is_of_its_moment(tmp_path: Path) -> None:
     anew(2, of_the_moment, tmp_path)
     assert saved(tmp_path) == {f"step-{step:08d}" for step in (1, 2, 3, 5, 6, 7)}

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,7 +26,6 @@ from fsdp2.checkpoint import (
     Checkpoints,
     SaveFailed,
     load,
-    save,
 )
 from fsdp2.checkpoint.ranks import OfSomeRanks, in_background
 from tests.harness.checkpoints import anew, assert_equal, begin, processes, saved, snapshot
@@ -248,6 +246,7 @@ def cannot_write(folder: Path, how: str, asynchronous: bool) -> str:
     return str(raised.value)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_full_disk_on_one_rank(asynchronous: bool, tmp_path: Path) -> None:
     texts = anew(2, cannot_write, tmp_path / "run", "disk full", asynchronous)
@@ -284,37 +283,9 @@ def cannot_rename(folder: Path) -> None:
     assert_equal(snapshot(run), before)
 
 
+@pytest.mark.full
 def test_a_step_that_is_not_replaced_after_all_is_there(tmp_path: Path) -> None:
     anew(2, cannot_rename, tmp_path / "run")
-
-
-def not_a_folder(folder: Path) -> str:
-    run = begin("1d")
-    with pytest.raises(SaveFailed, match="was not saved: rank 0: ") as raised:
-        save(folder / "file" / "saved", run.model)
-    return str(raised.value)
-
-
-def test_where_nothing_can_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("no folder")
-    texts = anew(2, not_a_folder, tmp_path)
-    assert len(set(texts)) == 1 and "NotADirectoryError" in texts[0]
-
-
-def other_parameters(folder: Path) -> str:
-    run = begin("1d")
-    if dist.get_rank() == 1:
-        run.model.register_buffer("another", torch.zeros(2))
-    with pytest.raises(SaveFailed, match=r"rank 1: it has other tensors or values") as raised:
-        save(folder / "saved", run.model)
-    dist.barrier()  # the first rank removes
-    assert not saved(folder)
-    return str(raised.value)
-
-
-def test_ranks_that_have_different_things(tmp_path: Path) -> None:
-    texts = anew(2, other_parameters, tmp_path)
-    assert len(set(texts)) == 1 and "+ model.another torch.float32 (2,)" in texts[0]
 
 
 def dies(folder: Path, asynchronous: bool) -> None:
@@ -336,6 +307,7 @@ def dies(folder: Path, asynchronous: bool) -> None:
     os._exit(0)
 
 
+@pytest.mark.full  # 6 s each
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_rank_dies_while_it_saves(asynchronous: bool, tmp_path: Path) -> None:
     folder = tmp_path / "run"
@@ -373,6 +345,7 @@ def dies_of_a_part(folder: Path) -> None:
     os._exit(0)
 
 
+@pytest.mark.full  # 6 s
 def test_a_rank_of_a_part_dies_before_the_others_save(tmp_path: Path) -> None:
     """They meet in the store, where nobody breaks a connection."""
     folder = tmp_path / "run"

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
@@ -31,6 +32,7 @@ def build(seed: int = 0) -> Any:
     return fsdp2.fully_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
 
 
+@pytest.mark.full
 @multi_rank(1, 2)
 def test_a_default_device_changes_nothing(world_size: int, tmp_path: Path) -> None:
     """Memory for files is on the host, whatever device a program makes its tensors on."""
@@ -102,6 +104,7 @@ def local_lion(parameters: Any) -> Optimizer:
     return fsdp2.optim.local(Lion, parameters, elementwise=True)
 
 
+@pytest.mark.full
 @multi_rank(2)
 @pytest.mark.parametrize("makes", [(Lion, local_lion), (local_lion, Lion)])
 def test_an_optimizer_of_ones_own_loads_into_a_local_one(makes: Any, tmp_path: Path) -> None:
@@ -122,6 +125,7 @@ class Interrupted(Exception):
     """As a handler of a signal raises it."""
 
 
+@pytest.mark.full
 @multi_rank(1)
 @pytest.mark.parametrize("kind", [Interrupted, KeyboardInterrupt])
 def test_a_save_whose_wait_is_interrupted_is_waited_for_again(kind: type[BaseException], tmp_path: Path) -> None:
@@ -207,17 +211,18 @@ def test_plain_tensors_beside_sharded_ones_are_written_where_they_are(tmp_path: 
         "ema": [sharded[0], plain[0], *sharded[1:]],
         "plain": {"deep": OrderedDict(a=(plain[1], 7)), "pair": Pair(plain[2], 3), "odd": odd, "new": torch.ones(2)},
     }
-    run = Checkpoints(tmp_path / "run", model, shared=shared)
+    mine = torch.full((2,), float(dist.get_rank()))
+    run = Checkpoints(tmp_path / "run", model, shared=shared, per_rank={"mine": mine})
     run.save(1)
     ema, before = shared["ema"], shared["plain"]
     with torch.no_grad():
-        for each in (*sharded, *plain):
+        for each in (*sharded, *plain, mine):
             each.zero_()
     before["new"] = torch.zeros(3)
     before["deep"]["a"] = (plain[1], 8)
     assert run.restore() == 1
     assert plain[0].tolist() == [1.0] * 3 and plain[1].tolist() == [[2.0] * 2] * 2 and plain[2].item() == 1
-    assert ema[1] is plain[0]
+    assert ema[1] is plain[0] and mine.tolist() == [float(dist.get_rank())] * 2
     assert all(torch.equal(each.full_tensor(), values) for each, values in zip(sharded, expected, strict=True))
     after = shared["plain"]
     assert [id(each) for each in shared["ema"]] == [id(each) for each in ema]

@@ -116,7 +116,8 @@ def torch_loads(folder: Path) -> dict[str, Any]:
     return snapshot(run)
 
 
-@pytest.mark.parametrize("layout", others_full(["1d", "owned", "blocks", "hybrid"], ["owned"]))
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["1d", "owned", "blocks", "hybrid"])
 def test_plain_dcp_loads_ours(layout: str, tmp_path: Path) -> None:
     saved = anew(4 if layout == "hybrid" else 2, ours, tmp_path, layout)[0]
     assert_equal(saved, anew(1, torch_loads, tmp_path)[0])
@@ -160,6 +161,7 @@ def loads_fsdp1(folder: Path) -> dict[str, torch.Tensor]:
     return {name: p.full_tensor() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
 def test_what_fsdp1_saves_sharded(tmp_path: Path) -> None:
     saved = anew(2, fsdp1_saves, tmp_path)[0]
@@ -203,6 +205,7 @@ def loads_large(folder: Path, layout: str, into: str) -> tuple[int, int]:
 WHOLE = (1024 * 256 + 333 * 1024) * 4
 
 
+@pytest.mark.full  # 7 s
 def test_ranks_read_what_they_need(tmp_path: Path) -> None:
     anew(1, saves_large, tmp_path, "plain")
     found = anew(4, loads_large, tmp_path, "plain", "1d")
@@ -213,6 +216,7 @@ def test_ranks_read_what_they_need(tmp_path: Path) -> None:
     assert replicas[0][0] <= 1.01 * sum(each for _, each in replicas)
 
 
+@pytest.mark.full
 def test_tied_weights_and_replicas_are_written_once(tmp_path: Path) -> None:
     anew(4, saves_large, tmp_path, "hybrid")
     sizes = [each.stat().st_size for each in (tmp_path / "hybrid").glob("__*")]

@@ -14,7 +14,6 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import fully_shard
 from fsdp2.checkpoint import CheckpointError, CheckpointMismatch, Checkpoints, SaveFailed, load, save
 from tests.harness.checkpoints import anew, assert_equal, begin, snapshot, whole
 
@@ -95,33 +94,6 @@ def refused(folder: Path) -> None:
 
 def test_what_could_not_be_given_back_is_refused(tmp_path: Path) -> None:
     anew(2, refused, tmp_path)
-
-
-class Normed(nn.Module):
-    """With statistics that differ between ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(3)
-        self.last = nn.Linear(3, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.norm(x))
-
-
-def statistics(folder: Path) -> None:
-    """A tensor in ``per_rank`` is written in place."""
-    model = fully_shard(Normed())
-    model(torch.randn(5, 3) * (1 + dist.get_rank()))
-    mean = model.norm.running_mean.clone()  # type: ignore[union-attr,operator]
-    save(folder / "saved", model, per_rank={"mean": model.norm.running_mean})
-    other = fully_shard(Normed())
-    load(folder / "saved", other, per_rank={"mean": other.norm.running_mean})
-    assert torch.equal(other.norm.running_mean, mean)  # type: ignore[arg-type]
-
-
-def test_statistics_of_each_rank(tmp_path: Path) -> None:
-    anew(2, statistics, tmp_path)
 
 
 def rolled_back(folder: Path) -> None:

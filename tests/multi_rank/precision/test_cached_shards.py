@@ -17,11 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import (
     CPUOffloadPolicy,
-    FSDPValueError,
     MixedPrecisionPolicy,
     fully_shard,
     register_fsdp_forward_method,
-    unwrap,
 )
 from fsdp2.optim.guard import GUARD
 from tests.harness import multi_rank
@@ -49,16 +47,20 @@ ROUNDED = Tolerance(0.05, 0.02, "a sum in another order is rounded to another bf
 # ---- it trains like the reference -------------------------------------------------------------------
 
 
-@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 8 s on two cores
+@pytest.mark.full
+@multi_rank(2, 4)
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("setting", ["uneven", "transformer", "tied", "offloaded", "kept", "replicated"])
+@pytest.mark.parametrize("setting", ["transformer", "tied", "offloaded", "kept", "replicated", "hsdp", "neighbours"])
 def test_cached_shards_train_like_the_reference(setting: str, how: str, world_size: int) -> None:
     case = {"transformer": TRANSFORMER, "tied": TIED}.get(setting, UNEVEN_MLP)
     options: dict[str, Any] = {
         "offloaded": {"offload_policy": CPUOffloadPolicy()},
         "kept": {"reshard_after_forward": False},
         "replicated": {"strategy": "replicate"},
+        "neighbours": {"reshard_after_forward": 2},
     }.get(setting, {})
+    if setting == "hsdp":
+        options["mesh"] = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("replicate", "shard"))
     reference = reference_for(
         case, world_size, how, param_dtype=HALF, grad_dtype=torch.float32, reduce_dtype=torch.float32
     )
@@ -66,18 +68,7 @@ def test_cached_shards_train_like_the_reference(setting: str, how: str, world_si
     train(reference, shard(CACHED, case, **options), how=how, tolerance=None if exact else ROUNDED)
 
 
-@multi_rank(4)
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("setting", ["hsdp", "neighbours"])
-def test_over_parts_of_the_ranks(setting: str, how: str) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    options: dict[str, Any] = {"mesh": mesh} if setting == "hsdp" else {"reshard_after_forward": 2}
-    reference = reference_for(
-        UNEVEN_MLP, 4, how, param_dtype=HALF, grad_dtype=torch.float32, reduce_dtype=torch.float32
-    )
-    train(reference, shard(CACHED, UNEVEN_MLP, **options), how=how, tolerance=ROUNDED)
-
-
+@pytest.mark.full
 @multi_rank(2)
 @pytest.mark.parametrize("how", HOW)
 def test_without_a_cast_offloaded_shards_are_copied_once(how: str) -> None:
@@ -87,16 +78,6 @@ def test_without_a_cast_offloaded_shards_are_copied_once(how: str) -> None:
 
 
 # ---- how often it casts -----------------------------------------------------------------------------
-
-
-@multi_rank(2)
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_one_cast_per_step(reshard_after_forward: bool) -> None:
-    for policy, each in ((PLAIN, MICROBATCHES * (2 if reshard_after_forward else 1)), (CACHED, 1)):
-        model = shard(policy, reshard_after_forward=reshard_after_forward)
-        optimizer = sgd(trainable(model))
-        for _ in range(3):
-            assert len(casts_of_a_step(model, optimizer)) == 3 * each, "of three groups"
 
 
 @multi_rank(2)
@@ -170,6 +151,7 @@ def test_several_dtypes_in_a_group(some: bool) -> None:
                     model.low.to_local().mul_(0.5)
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_copies_keep_a_cache_of_their_own() -> None:
     models = [shard(policy) for policy in (PLAIN, CACHED)]
@@ -188,17 +170,7 @@ def test_copies_keep_a_cache_of_their_own() -> None:
     assert len(casts_of_a_step(copies[1], optimizer)) == 3
 
 
-@multi_rank(2)
-def test_a_second_call_must_ask_for_the_same() -> None:
-    model = shard(CACHED)
-    assert shard(CACHED, CASE, model) is model
-    with pytest.raises(FSDPValueError, match="another argument 'mp_policy'"):
-        fully_shard(model, mp_policy=PLAIN)
-    unwrap(model)
-    shard(PLAIN, CASE, model)
-    assert len(casts_of_a_step(model, sgd(trainable(model)))) > 3
-
-
+@pytest.mark.full
 @multi_rank(2)
 def test_an_exception_while_casting_leaves_nothing_that_looks_cast() -> None:
     models = [shard(policy) for policy in (PLAIN, CACHED)]

@@ -46,6 +46,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, seed: in
     return loss.detach()
 
 
+@pytest.mark.full
 @multi_rank(2, 4)
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_evaluation_equals_the_plain_models(hybrid: bool, world_size: int) -> None:

@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, Owned, fully_shard
@@ -149,18 +148,6 @@ def test_what_has_added_up_travels_in_the_dtype_of_the_sum(how: str, world_size:
     assert sent["bytes"] < 4 * 3 * WIDTH * HIDDEN * (world_size - 1) / world_size, "narrow again"
 
 
-@multi_rank(4)
-def test_over_replicas() -> None:
-    """Pairs first, in fp32 from there on."""
-    net = sharded(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
-    net(batch(dist.get_rank(), 0)).backward()
-    ranks = [gradients_of(rank, 1, False) for rank in range(4)]
-    for name, parameter in net.named_parameters():
-        if parameter.grad is not None:
-            pairs = [(ranks[2 * each][name] + ranks[2 * each + 1][name]) / 2 for each in range(2)]
-            assert torch.equal(parameter.grad.full_tensor(), (pairs[0] + pairs[1]) / 2), name
-
-
 class _WideGradient(torch.autograd.Function):
     """x @ weight.T, whose gradient of the weight is in fp32."""
 
@@ -232,6 +219,7 @@ class _Scale(torch.autograd.Function):
         return gradient * scale.sum(0), (gradient.float() * x.float()).sum(0).expand(scale.shape)
 
 
+@pytest.mark.full
 @multi_rank(2, 4)
 @pytest.mark.parametrize("owned", [False, True])
 def test_a_gradient_in_fp32_among_others(owned: bool, world_size: int) -> None:

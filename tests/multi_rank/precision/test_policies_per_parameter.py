@@ -125,22 +125,13 @@ def expected_gradients(model: Net, step: int, world_size: int) -> dict[str, Tens
 
 
 @multi_rank(2, 4)
-@pytest.mark.parametrize("mode", ["resharded", "kept", "offloaded", "accumulated"])
+@pytest.mark.parametrize("mode", ["resharded", "kept", "offloaded", "accumulated", "replicas"])
 def test_every_parameter_has_its_own_policy(mode: str, world_size: int) -> None:
-    check(mode, world_size)
-
-
-@multi_rank(4)
-def test_every_parameter_has_its_own_policy_beside_replicas(world_size: int) -> None:
-    check("replicas", world_size)
-
-
-def check(mode: str, world_size: int) -> None:
     options: dict[str, Any] = {"mp_policy": policy, "reshard_after_forward": mode != "kept"}
     if mode == "offloaded":
         options["offload_policy"] = CPUOffloadPolicy()
     if mode == "replicas":
-        options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        options["mesh"] = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("replicate", "shard"))
     model, plain = build(), build()
     for block in model.blocks:
         fully_shard(block, **options)

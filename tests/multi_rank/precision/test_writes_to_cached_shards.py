@@ -14,7 +14,7 @@ from fsdp2 import CPUOffloadPolicy, Owned, fully_shard, step_on_owners
 from fsdp2.optim.guard import GUARD
 from tests.harness import multi_rank
 from tests.harness.shared.optimizers import adamw_for_loop, adamw_foreach, adamw_fused, local_like, sgd
-from tests.harness.shared.training import CASE, loss_on, trainable
+from tests.harness.shared.training import trainable
 from tests.multi_rank.precision.helpers import (
     CACHED,
     MICROBATCHES,
@@ -127,6 +127,7 @@ WRITES = [
 ]
 
 
+@pytest.mark.full  # 6 s
 @multi_rank(2)
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("offloaded", [False, True], ids=["", "offloaded"])
@@ -144,6 +145,7 @@ def test_writes_between_microbatches_are_seen(offloaded: bool, write: Callable[[
             assert not all(map(torch.equal, before, map(local, model.parameters())))
 
 
+@pytest.mark.full
 @multi_rank(2)
 @pytest.mark.parametrize("make", [sgd, adamw_for_loop, adamw_foreach, adamw_fused])
 @pytest.mark.parametrize("how", ["plain", "each", "flat", "locals", "hooks", "replaced guard"])
@@ -233,23 +235,4 @@ def test_a_closure_within_a_step_sees_what_was_written_before() -> None:
             for each, model in zip(optimizers, models, strict=True)
         ]
         assert torch.equal(*losses)
-    assert_alike(*models)
-
-
-@multi_rank(2)
-def test_averages_are_swapped_in_and_out() -> None:
-    models = [shard(policy) for policy in (PLAIN, CACHED)]
-    averages = [[parameter.detach().clone() * 0.5 for parameter in model.parameters()] for model in models]
-    for micro in range(3):
-        losses = [microbatch(model, 0, micro) for model in models]
-        assert torch.equal(*losses)
-        kept = [[parameter.detach().clone() for parameter in model.parameters()] for model in models]
-        for values in (averages, kept):
-            for model, of_model in zip(models, values, strict=True):
-                with torch.no_grad():
-                    for parameter, value in zip(model.parameters(), of_model, strict=True):
-                        parameter.copy_(value)
-            with torch.no_grad():
-                results = [loss_on(CASE, model, 0, 0) for model in models]
-            assert torch.equal(*results)
     assert_alike(*models)

@@ -24,9 +24,8 @@ from fsdp2 import (
 )
 from tests.harness import multi_rank
 from tests.harness.compare import Tolerance, assert_sharded_same, gradients_of, tolerance_for
-from tests.harness.models import MODEL_CASES, PARTLY_USED, UNEVEN_MLP, ModelCase
+from tests.harness.models import FROZEN, PARTLY_USED, TIED, UNEVEN_MLP, ModelCase
 from tests.harness.parity.custom_collectives import custom_reduce_scatter
-from tests.harness.pooling import needs_pool
 from tests.harness.reference import Accumulation, Reference, adamw
 from tests.harness.shared.training import loss_on, trainable
 from tests.harness.training import assert_trains_like
@@ -81,7 +80,7 @@ def hooked(
 
 
 @multi_rank(2, 4)
-@pytest.mark.parametrize("case", MODEL_CASES, ids=str)
+@pytest.mark.parametrize("case", [UNEVEN_MLP, TIED, FROZEN, PARTLY_USED], ids=str)
 @pytest.mark.parametrize("strategy", ["zero3", "zero2", "replicate"])
 def test_a_hook_that_averages_trains_like_the_reference(case: ModelCase, strategy: str, world_size: int) -> None:
     model, calls = hooked(case, strategy=strategy)
@@ -91,6 +90,7 @@ def test_a_hook_that_averages_trains_like_the_reference(case: ModelCase, strateg
     assert calls and len(calls) % 3 == 0, "as many in every step"
 
 
+@pytest.mark.full
 @multi_rank(2, 4)
 @pytest.mark.parametrize("strategy", ["zero3", "replicate"])
 def test_a_hook_sees_the_gradients_of_a_group_and_zeros(strategy: str, world_size: int) -> None:
@@ -122,6 +122,7 @@ def test_the_result_may_lie_in_other_memory_and_another_dtype(strategy: str, wor
     assert_sharded_same("gradients", gradients_of(model), expected, tolerance=tolerance_for(world_size))
 
 
+@pytest.mark.full
 @multi_rank(2, 4)
 @pytest.mark.parametrize("strategy", ["zero3", "replicate"])
 def test_which_parameters_had_gradients_travels_apart(strategy: str, world_size: int) -> None:
@@ -145,6 +146,7 @@ class _UsedByOneRank(nn.Module):
         return self.sometimes(x) if dist.get_rank() == 1 else x
 
 
+@pytest.mark.full
 @multi_rank(2, 4)
 @pytest.mark.parametrize("strategy", ["zero3", "replicate"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -208,37 +210,29 @@ def test_each_dtype_of_reduction_is_a_call(world_size: int) -> None:
     assert torch.equal(model.weight.grad.full_tensor(), torch.full((5, 7), 2.0))
 
 
+@pytest.mark.full
 @multi_rank(2, 4)
 @pytest.mark.parametrize(
-    "kind",
+    "options",
     [
-        "offloaded",
-        "gradients on the host",
-        pytest.param("pooled", marks=needs_pool),
-        "fp16",
+        {"offload_policy": CPUOffloadPolicy()},
+        {"offload_policy": CPUOffloadPolicy(parameters=False, gradients=True)},
+        {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)},
     ],
+    ids=["offloaded", "gradients on the host", "fp16"],
 )
-def test_beside_other_settings(kind: str, world_size: int) -> None:
-    case = UNEVEN_MLP
-    options: dict[str, dict[str, Any]] = {
-        "offloaded": {"offload_policy": CPUOffloadPolicy()},
-        "gradients on the host": {"offload_policy": CPUOffloadPolicy(parameters=False, gradients=True)},
-        "fp16": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)},
-    }
-    model, calls = hooked(case, **options.get(kind, {}))
-    if kind == "pooled":
-        model.set_communication_memory_pool(True)
-    reference = Reference(
-        case, world_size=world_size, reduce_dtype=torch.float16 if kind == "fp16" else None, microbatches=2
-    )
-    optimizer = adamw(trainable(model))
-    if kind == "fp16":  # sums of halves in rank order, as the reference has them
-        assert_trains_like(reference, model, optimizer, steps=2, tolerance=None if world_size == 2 else _HALF)
-    else:
-        assert_trains_like(reference, model, optimizer, steps=3, tolerance=tolerance_for(world_size))
-    assert {flat.dtype for flat, _ in calls} == {torch.float16 if kind == "fp16" else torch.float32}
+def test_beside_other_settings(options: dict[str, Any], world_size: int) -> None:
+    case, dtype = UNEVEN_MLP, torch.float16 if "mp_policy" in options else torch.float32
+    model, calls = hooked(case, **options)
+    reference = Reference(case, world_size=world_size, reduce_dtype=dtype, microbatches=2)
+    tolerance = tolerance_for(world_size)
+    if dtype is torch.float16:  # sums of halves in rank order, as the reference has them
+        tolerance = None if world_size == 2 else _HALF
+    assert_trains_like(reference, model, adamw(trainable(model)), steps=2, tolerance=tolerance)
+    assert {flat.dtype for flat, _ in calls} == {dtype}
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_owned_parameters_are_part_of_the_chunk_of_their_owner(world_size: int) -> None:
     case = UNEVEN_MLP
@@ -262,23 +256,6 @@ def test_a_hook_that_raises_leaves_a_model_that_goes_on(world_size: int) -> None
     calls[0] = lambda *tensors: averages([], *tensors)  # type: ignore[call-overload]
     reference = Reference(case, world_size=world_size)
     assert_trains_like(reference, model, adamw(trainable(model)), steps=2)
-
-
-@multi_rank(2)
-def test_gradients_are_kept_as_without_a_hook(world_size: int) -> None:
-    """They lie on one buffer, which is used again when nobody holds one, and never under a gradient that is kept."""
-    case = UNEVEN_MLP
-    model, _ = hooked(case)
-    loss_on(case, model, 0, dist.get_rank()).backward()
-    kept = model[0].weight.grad
-    before = kept.to_local().clone()
-    model.zero_grad()
-    loss_on(case, model, 1, dist.get_rank()).backward()
-    assert torch.equal(kept.to_local(), before) and model[0].weight.grad is not kept
-    del kept
-    model.zero_grad()
-    loss_on(case, model, 0, dist.get_rank()).backward()
-    assert torch.equal(model[0].weight.grad.to_local(), before)
 
 
 @multi_rank(2)

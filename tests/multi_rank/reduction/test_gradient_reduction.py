@@ -11,7 +11,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp2 import (
     CPUOffloadPolicy,
@@ -70,7 +69,7 @@ def shard(model: nn.Module, **options: Any) -> Any:
 
 def meshes(kind: str) -> dict[str, Any]:
     if kind == "replicas":
-        return {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))}
+        return {"mesh": init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("replicate", "shard"))}
     return {"offload_policy": CPUOffloadPolicy()} if kind == "offloaded" else {}
 
 
@@ -84,18 +83,8 @@ GIVEN: dict[str, Callable[[int], Any]] = {
 
 @multi_rank(2, 4)
 @pytest.mark.parametrize("given", GIVEN)
-@pytest.mark.parametrize("kind", ["1d", "offloaded"])
+@pytest.mark.parametrize("kind", ["1d", "offloaded", "replicas"])
 def test_every_token_counts_the_same(kind: str, given: str, world_size: int) -> None:
-    check(kind, given, world_size)
-
-
-@multi_rank(4)
-@pytest.mark.parametrize("given", GIVEN)
-def test_every_token_counts_the_same_beside_replicas(given: str, world_size: int) -> None:
-    check("replicas", given, world_size)
-
-
-def check(kind: str, given: str, world_size: int) -> None:
     model, plain = shard(build(), **meshes(kind)), build()
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, plain)]
     for step in range(4):
@@ -108,6 +97,7 @@ def check(kind: str, given: str, world_size: int) -> None:
             optimizer.zero_grad()
 
 
+@pytest.mark.full
 @multi_rank(4)
 @pytest.mark.parametrize("how", ["reduced each", "reduced last", "all-reduced last"])
 def test_over_microbatches(how: str, world_size: int) -> None:
@@ -125,6 +115,7 @@ def test_over_microbatches(how: str, world_size: int) -> None:
         model.zero_grad()
 
 
+@pytest.mark.full
 @multi_rank(4)
 def test_the_number_may_be_known_after_the_first_microbatch(world_size: int) -> None:
     """It is used where gradients arrive; those that wait for replicas have not."""
@@ -139,6 +130,7 @@ def test_the_number_may_be_known_after_the_first_microbatch(world_size: int) -> 
     assert_sharded_same("gradients", gradients_of(model), expected, tolerance=SUM_ORDER)
 
 
+@pytest.mark.full
 @multi_rank(2, 4)
 def test_the_sum_and_back_to_the_mean(world_size: int) -> None:
     model, plain = shard(build()), build()
@@ -155,22 +147,7 @@ def test_the_sum_and_back_to_the_mean(world_size: int) -> None:
         model.zero_grad()
 
 
-@multi_rank(4)
-def test_factors_of_reduction_with_tensor_parallelism() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model, plain = build(), build()
-    for block in model:
-        parallelize_module(block, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    model = shard(model, mesh=mesh["dp"])
-    rank = mesh.get_local_rank("dp")
-    for step in range(2):
-        model.set_gradient_reduction(count_of(step, 2))
-        loss_of(model, step, rank).backward()
-        expected = global_batch_gradients(plain, step, 2)
-        assert_sharded_same(f"gradients in step {step}", gradients_of(model), expected, tolerance=SUM_ORDER)
-        model.zero_grad()
-
-
+@pytest.mark.full
 @multi_rank(4)
 def test_parameters_on_another_mesh_need_no_other_number(world_size: int) -> None:
     """Experts: a mean over their own, smaller mesh would be wrong by the ratio of the sizes."""
@@ -190,6 +167,7 @@ def test_parameters_on_another_mesh_need_no_other_number(world_size: int) -> Non
         model.zero_grad()
 
 
+@pytest.mark.full
 @multi_rank(2, 4)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_in_half_precision_nothing_overflows_or_vanishes(dtype: torch.dtype, world_size: int) -> None:
@@ -237,6 +215,7 @@ def test_another_scaling_is_refused_while_gradients_wait_for_replicas() -> None:
     model.set_gradient_reduction("mean")  # nothing changes
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_a_reduction_reaches_the_modules_below_unless_it_is_told_not_to(world_size: int) -> None:
     scales = []
@@ -251,6 +230,7 @@ def test_a_reduction_reaches_the_modules_below_unless_it_is_told_not_to(world_si
     assert scales == pytest.approx([1.0, 0.5])
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_the_last_of_it_and_the_divide_factor_counts(world_size: int) -> None:
     model: Any = build()
@@ -268,6 +248,7 @@ def test_the_last_of_it_and_the_divide_factor_counts(world_size: int) -> None:
         model.zero_grad()
 
 
+@pytest.mark.full
 @multi_rank(2)
 @pytest.mark.parametrize("keep", ["gradients", "local tensors", "views of these"])
 def test_gradients_that_are_kept_never_change(keep: str) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2
-from fsdp2 import CPUOffloadPolicy, FSDPRuntimeError, MixedPrecisionPolicy, fully_shard, pending_gradients
+from fsdp2 import CPUOffloadPolicy, FSDPRuntimeError, fully_shard, pending_gradients
 from fsdp2.core.group import FSDPParamGroup
 from tests.harness import FakeWorlds, multi_rank
 
@@ -70,6 +70,7 @@ def assert_gradients(net: nn.Module, expected: dict[str, torch.Tensor]) -> None:
             assert each.grad is None, name
 
 
+@pytest.mark.full
 @multi_rank(2, 4)
 @pytest.mark.parametrize("reshards", [True, False])
 def test_unreduced_gradients_are_seen_and_reduced(reshards: bool, world_size: int) -> None:
@@ -110,25 +111,6 @@ def test_a_rank_that_has_no_gradient_takes_part(world_size: int) -> None:
     torch.testing.assert_close(net.sometimes.weight.grad.full_tensor(), expected)
 
 
-@multi_rank(2, 4)
-def test_training_with_a_number_of_microbatches_that_nobody_knows(world_size: int) -> None:
-    """Beside the plain model, step for step."""
-    net, plain = sharded(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64)), Net()
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.05) for each in (net, plain)]
-    net.set_requires_gradient_sync(False)
-    for step in range(3):
-        for microbatch in range(step + 1):
-            net(batch(dist.get_rank(), 10 * step + microbatch)).square().sum().backward()
-            for rank in range(world_size):
-                (plain(batch(rank, 10 * step + microbatch)).square().sum() / world_size).backward()
-        fsdp2.synchronize_gradients(net)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        for ours, its in zip(net.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(ours.full_tensor(), its.detach(), rtol=1e-5, atol=1e-6)
-
-
 @multi_rank(4)
 def test_what_waits_for_the_all_reduce_over_replicas() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -167,6 +149,7 @@ def test_what_waits_in_host_memory(world_size: int) -> None:
     assert_gradients(net, expected)
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_zero_grad_drops_what_waits_and_a_cast_keeps_it(world_size: int) -> None:
     net = sharded()
@@ -189,6 +172,7 @@ def even() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
 
 
+@pytest.mark.full
 @multi_rank(4)
 def test_beside_tensor_parallelism() -> None:
     """What waits is a DTensor on that mesh."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from pathlib import Path
 from typing import Any
 
@@ -91,37 +90,25 @@ def load_and_train(case: ModelCase, folder: Path, way: str) -> None:
     assert_trains_like(reference, model, optimizer, steps=STEPS_AFTER, tolerance=tolerance)
 
 
-SAME, GROW, SHRINK, FROM_FOUR, FROM_ONE = (2, 2), (2, 4), (2, 1), (4, 2), (1, 2)
-
-
+@pytest.mark.full  # 7 s together
 @pytest.mark.parametrize(
-    ("way", "saving", "loading"),
+    ("case", "way", "saving", "loading"),
     [
-        *[("sharded", *worlds) for worlds in (SAME, GROW, SHRINK, FROM_FOUR, FROM_ONE)],
-        *[("bare", *worlds) for worlds in (SAME, GROW)],
-        *[("full", *worlds) for worlds in (SAME, GROW, SHRINK)],
+        *[(CASE, "sharded", *worlds) for worlds in ((2, 2), (2, 4), (2, 1), (4, 2), (1, 2))],
+        *[(CASE, "bare", *worlds) for worlds in ((2, 2), (2, 4))],
+        *[(CASE, "full", *worlds) for worlds in ((2, 4), (2, 1))],
+        *[(case, "sharded", 2, 2) for case in (TRANSFORMER, TIED, CONV)],
+        *[(case, "full", 2, 2) for case in (TIED, FROZEN)],
     ],
-)
-def test_checkpoint_moves_between_worlds(
-    way: str, saving: int, loading: int, pools: WorkerPools, tmp_path: Path
-) -> None:
-    (tmp_path / "world_size").write_text(str(saving))
-    run_on(pools, saving, train_and_save, CASE, tmp_path, way)
-    store = tmp_path / "store"
-    if store.exists():
-        os.remove(store)
-    run_on(pools, loading, load_and_train, CASE, tmp_path, way)
-
-
-@pytest.mark.parametrize(
-    ("case", "way"),
-    [(TRANSFORMER, "sharded"), (TIED, "sharded"), (TIED, "full"), (CONV, "sharded"), (FROZEN, "full")],
     ids=str,
 )
-def test_checkpoint_of_every_kind_of_model(case: ModelCase, way: str, pools: WorkerPools, tmp_path: Path) -> None:
-    (tmp_path / "world_size").write_text("2")
-    run_on(pools, 2, train_and_save, case, tmp_path, way)
-    run_on(pools, 2, load_and_train, case, tmp_path, way)
+def test_checkpoint_moves_between_worlds(
+    case: ModelCase, way: str, saving: int, loading: int, pools: WorkerPools, tmp_path: Path
+) -> None:
+    (tmp_path / "world_size").write_text(str(saving))
+    run_on(pools, saving, train_and_save, case, tmp_path, way)
+    (tmp_path / "store").unlink(missing_ok=True)
+    run_on(pools, loading, load_and_train, case, tmp_path, way)
 
 
 @multi_rank(2, 4)
@@ -136,28 +123,24 @@ def test_full_state_dict_is_the_plain_models(world_size: int) -> None:
     del kept
 
 
+@pytest.mark.full
 @multi_rank(2, 4)
-def test_full_state_dict_from_rank_0_alone_is_broadcast(world_size: int) -> None:
-    model, source = shard(), CASE.build(seed=1)
+@pytest.mark.parametrize("meta", [False, True])
+def test_full_state_dict_from_rank_0_alone_is_broadcast(meta: bool, world_size: int) -> None:
+    """The usual way to load a large checkpoint: only rank 0 reads it."""
+    with torch.device("meta" if meta else "cpu"):
+        model = CASE.make_model()
+    shard(model=model)
+    if meta:
+        model.to_empty(device="cpu")
+    source = CASE.build(seed=1)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, source.state_dict() if dist.get_rank() == 0 else {}, options=options)
     reference = Reference(CASE, world_size=world_size, model=source)
     assert_trains_like(reference, model, optimizer_of(model), steps=2, tolerance=tolerance_for(world_size))
 
 
-@multi_rank(2)
-def test_full_state_dict_is_broadcast_into_a_model_on_meta() -> None:
-    """The usual way to load a large checkpoint: only rank 0 reads it."""
-    with torch.device("meta"):
-        model = CASE.make_model()
-    shard(model=model)
-    model.to_empty(device="cpu")
-    source = CASE.build(seed=1)
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, source.state_dict() if dist.get_rank() == 0 else {}, options=options)
-    assert_trains_like(Reference(CASE, world_size=2, model=source), model, optimizer_of(model), steps=2)
-
-
+@pytest.mark.full
 @multi_rank(2)
 @pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
 def test_optimizer_state_right_after_an_evaluation(full: bool) -> None:
@@ -189,18 +172,7 @@ def broadcast(value: Any) -> Any:
     return values[0]
 
 
-@multi_rank(2)
-def test_checkpoint_between_forward_and_backward_changes_nothing(tmp_path: Path) -> None:
-    """A signal handler may save at any moment; the running iteration must go on."""
-    model, plain = shard(), CASE.build()
-    reference = Reference(CASE, world_size=2, model=plain)
-    record = reference.step()
-    loss = CASE.loss(model, CASE.batch(0, 0, dist.get_rank()))
-    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path)
-    loss.backward()
-    assert_sharded_same("gradients", {n: p.grad for n, p in model.named_parameters()}, record.gradients)
-
-
+@pytest.mark.full
 @multi_rank(2)
 def test_asynchronous_checkpoint_is_of_the_moment_it_was_taken(tmp_path: Path) -> None:
     """Training goes on, over the same buffers, while the checkpoint is written."""

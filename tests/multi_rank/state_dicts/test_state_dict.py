@@ -78,6 +78,7 @@ MOMENTS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.full
 @multi_rank(2, 4)
 @MOMENTS
 def test_state_dict_is_sharded_at_any_moment(bring: Callable[[nn.Module], object], world_size: int) -> None:
@@ -101,6 +102,7 @@ def test_state_dict_is_sharded_at_any_moment(bring: Callable[[nn.Module], object
         assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+@pytest.mark.full
 @multi_rank(2, 4)
 def test_state_dict_aliases_the_parameters() -> None:
     """As on a plain model: what is written into it shows in the model, and the other way round."""
@@ -119,6 +121,7 @@ def test_state_dict_aliases_the_parameters() -> None:
     assert model(inputs()).abs().sum() == 0
 
 
+@pytest.mark.full
 @multi_rank(2)
 @pytest.mark.parametrize("bring", [fresh, after_training_forward, after_backward], ids=lambda each: each.__name__)
 def test_parameters_lie_in_one_buffer_per_group(bring: Callable[[nn.Module], object]) -> None:
@@ -135,22 +138,11 @@ def test_parameters_lie_in_one_buffer_per_group(bring: Callable[[nn.Module], obj
     assert_sharded_same("loaded", parameters_of(model), dict(CASE.build(seed=1).named_parameters()))
 
 
-@multi_rank(2)
+@pytest.mark.full
+@multi_rank(2, 4)
 @MOMENTS
 @pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
-def test_load_state_dict_at_any_moment(bring: Callable[[nn.Module], object], assign: bool) -> None:
-    check_loading(bring, assign)
-
-
-@multi_rank(4)
-@pytest.mark.parametrize("bring", [fresh, after_training_forward], ids=lambda each: each.__name__)
-@pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
-def test_load_state_dict_on_four_ranks(bring: Callable[[nn.Module], object], assign: bool) -> None:
-    check_loading(bring, assign)
-
-
-def check_loading(bring: Callable[[nn.Module], object], assign: bool) -> None:
-    world_size = dist.get_world_size()
+def test_load_state_dict_at_any_moment(bring: Callable[[nn.Module], object], assign: bool, world_size: int) -> None:
     model = shard()
     kept = bring(model)
     source = shard(model=CASE.build(seed=1))
@@ -161,19 +153,6 @@ def check_loading(bring: Callable[[nn.Module], object], assign: bool) -> None:
     model.set_reshard_after_backward(True)
     reference = Reference(CASE, world_size=world_size, model=CASE.build(seed=1))
     assert_trains_like(reference, model, optimizer_of(model), steps=STEPS_AFTER, tolerance=tolerance_for(world_size))
-
-
-@multi_rank(2)
-def test_loading_into_a_part_while_it_is_unsharded() -> None:
-    model = shard()
-    model.unshard()
-    model[0].unshard()
-    source = shard(model=CASE.build(seed=1))
-    model[4].load_state_dict(source[4].state_dict())
-    model[0].load_state_dict(source[0].state_dict())
-    model[2].load_state_dict(source[2].state_dict())
-    with torch.no_grad():
-        assert torch.equal(model(inputs()), source(inputs()))
 
 
 @multi_rank(2)
@@ -232,6 +211,7 @@ def test_whole_tensors_of_another_shape_are_named_by_torch() -> None:
         model.load_state_dict(state)
 
 
+@pytest.mark.full
 @multi_rank(4)
 @pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
 def test_dtensors_of_another_mesh_are_loaded(assign: bool) -> None:
@@ -248,6 +228,7 @@ def test_dtensors_of_another_mesh_are_loaded(assign: bool) -> None:
         assert torch.equal(model(inputs()), source(inputs()))
 
 
+@pytest.mark.full
 @multi_rank(2)
 @pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
 def test_loading_between_forward_and_backward_is_an_error(assign: bool) -> None:
@@ -298,6 +279,7 @@ def test_buffers_and_extra_state_are_as_on_a_plain_model() -> None:
 # ---- torch.save ----------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @multi_rank(2, 4)
 @pytest.mark.parametrize("bring", [fresh, after_training_forward], ids=lambda each: each.__name__)
 def test_torch_save_writes_this_ranks_share_and_no_more(bring: Callable[[nn.Module], object], world_size: int) -> None:
@@ -325,6 +307,7 @@ def test_torch_save_writes_this_ranks_share_and_no_more(bring: Callable[[nn.Modu
     del kept
 
 
+@pytest.mark.full
 @multi_rank(2)
 def test_torch_load_with_weights_only() -> None:
     file = io.BytesIO()
@@ -332,21 +315,6 @@ def test_torch_load_with_weights_only() -> None:
     file.seek(0)
     loaded = torch.load(file, weights_only=True)
     assert_sharded_same("loaded", loaded, dict(CASE.build().named_parameters()))
-
-
-@multi_rank(2)
-def test_one_parameter_can_be_saved_and_copied() -> None:
-    """Not only state dicts: a parameter itself, which must not take its group, module or process group along."""
-    model = shard(model=nn.Sequential(nn.Linear(13, 403), nn.GELU(), nn.Linear(403, 403), nn.GELU(), nn.Linear(403, 1)))
-    bias = model[2].bias
-    file = io.BytesIO()
-    torch.save(bias, file)
-    assert file.getbuffer().nbytes < bias.to_local().nbytes + 8_000
-    twin = copy.deepcopy(bias)
-    assert torch.equal(twin.to_local(), bias.to_local())
-    assert twin.to_local().data_ptr() != bias.to_local().data_ptr()
-    clones = copy.deepcopy(model.state_dict())
-    assert_sharded_same("copy", clones, {name: value.full_tensor() for name, value in model.state_dict().items()})
 
 
 @multi_rank(2)

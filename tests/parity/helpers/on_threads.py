@@ -6,48 +6,16 @@ test may find what does not bear that. All of them take four minutes, hence most
 
 from __future__ import annotations
 
-from tests.harness.parity.implementation import IS_TORCH
 from tests.harness.threads import OnThreads
 
 OFTEN = {
-    "test_managed_modules": (
-        "test_without_new_init_that_leaves_the_new_one_uninitialized",
-        "test_a_mesh_of_one_rank_trains_*",
-    ),
-    "test_communication_control": (
-        "test_memory_of_the_process_group_which_gloo_does_not_have",
-        "test_that_process_group_has_the_ranks_of_the_shard_axis",
-        "test_training_with_custom_collectives_under_hsdp",
-    ),
-    "test_composition": (
-        "test_a_checkpointed_unit_is_gathered_once_in_backward",
-        "test_an_iteration_that_failed_is_forgotten_by_reset",
-        "test_an_overflow_on_one_rank_skips_the_step_on_all",
-        "test_the_optimizer_steps_in_backward",
-        "test_two_roots_with_interleaved_forwards_and_backwards",
-    ),
-    "test_outside_of_training": ("test_to_empty_then_loading", "test_the_state_dict_holds_the_sharded_parameters_*"),
+    "test_managed_modules": ("test_without_new_init_that_leaves_the_new_one_uninitialized",),
+    "test_outside_of_training": ("test_the_state_dict_holds_the_sharded_parameters_*",),
     "test_torchs_errors": ("test_a_tensor_parallel_parameter_on_a_mesh_*",),
-    "test_extensions": ("test_param_dtype_is_handed_to_the_extension",),
-    "test_finalization": ("test_the_gradients_are_there_after_the_wait", "test_under_hsdp"),
-    "test_hsdp": (
-        "test_accumulation_with_only_reduce_scatter_reduces_across_replicas_once",
-        "test_optimizer_state_is_sharded_alike_and_clipping_uses_the_global_norm",
-    ),
-    "test_settings_together": ("test_two_meshes_with_an_int_reshard",),
-    "test_many_axes": ("test_the_data_axis_may_come_last",),
-    "test_mixed_precision": ("test_gradients_without_sync_accumulate_in_reduce_dtype",),
-    "test_module_list": ("test_forwards_of_varying_parts",),
-    "test_offload": ("test_the_optimizer_steps_in_backward",),
+    "test_finalization": ("test_the_gradients_are_there_after_the_wait",),
     "test_precision_per_parameter": ("test_an_override_that_differs_between_ranks_is_an_error_on_all_of_them",),
-    "test_prefetch": ("test_backward_prefetches_the_previous_layer", "test_every_module_may_prefetch_its_next"),
     "test_reduction": ("test_unused_parameters_have_zero_gradients_only_where_asked",),
-    "test_reshard": ("test_an_int_gathers_among_that_many_ranks_in_backward", "test_the_phases_of_one_step"),
-    "test_shard_placement": ("test_each_mesh_has_its_own_collectives",),
-    "test_spmd_mesh": ("test_replicate_alone_is_ddp",),
     "test_structures": ("test_packed_sequences",),
-    "test_tensor_parallel": ("test_clipping_by_the_global_norm",),
-    "test_unshard": ("test_an_asynchronous_unshard_is_waited_for_by_forward",),
 }
 
 _LOGS = "the ranks' calls would come into one log"
@@ -55,6 +23,7 @@ _HEARD = "collectives of tensor parallelism, which are no operators here, would 
 NEVER = {
     "test_communication_control": {
         "test_the_process_group_is_asked_for_memory_where_it_has_some": "it patches a class across collectives",
+        "test_memory_of_the_process_group_which_gloo_does_not_have": "torch's own raises",
         "test_a_backward_that_is_not_the_last_leaves_its_reductions_pending": "works of this group keep their tensors",
     },
     "test_composition": {"test_jvp_through_a_forward": "levels of forward differentiation are one list for all"},
@@ -64,7 +33,6 @@ NEVER = {
         "test_the_first_gather_makes_the_tensor_and_later_ones_write_into_it": _LOGS,
     },
     "test_hsdp": {
-        "test_comm_debug_mode_counts_the_collectives": "it counts by hooks on the modules of all ranks",
         "test_the_full_state_dict_of_hsdp_goes_to_a_plain_model_and_back": "torch's state dicts leave out its ranks",
     },
     "test_spmd_mesh": {"test_gradients_are_reduced_once_along_the_data_axis": _HEARD},
@@ -73,7 +41,4 @@ NEVER = {
         "test_fsdp_communicates_along_the_data_axis_only": _HEARD,
     },
 }
-if IS_TORCH:
-    NEVER["test_communication_control"]["test_memory_of_the_process_group_which_gloo_does_not_have"] = "torch raises"
-
 ON_THREADS = OnThreads(OFTEN, {file: tuple(tests) for file, tests in NEVER.items()})
