@@ -60,13 +60,6 @@ def torch_from(version: tuple[int, int], reason: str) -> Mark:
     return pytest.mark.skipif(_SKIPS and version > TORCH_VERSION, reason=f"torch {version[0]}.{version[1]}: {reason}")
 
 
-def torch_until(version: tuple[int, int], reason: str) -> Mark:
-    """What torch does up to ``version``, wrongly not after: skipped on a newer torch."""
-    return pytest.mark.skipif(
-        _SKIPS and version < TORCH_VERSION, reason=f"torch after {version[0]}.{version[1]}: {reason}"
-    )
-
-
 def installed_from(version: tuple[int, int], reason: str) -> Mark:
     """What needs something of torch beside `fully_shard`, from ``version`` on: skipped for both on an older one."""
     return pytest.mark.skipif(version > TORCH_VERSION, reason=f"needs torch {version[0]}.{version[1]}: {reason}")

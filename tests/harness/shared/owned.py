@@ -65,13 +65,6 @@ def _used() -> nn.Module:
     return net
 
 
-def _frozen() -> nn.Module:
-    net = Net()
-    net.blocks[0].requires_grad_(False)
-    net.blocks[1].down.weight.requires_grad_(False)
-    return net
-
-
 class MixedBlock(Block):
     """A part of its matrices in fp64."""
 
@@ -99,7 +92,6 @@ UNITS = ("blocks.0", "blocks.1", "blocks.2")
 NET = ModelCase("net", Net, _tokens, UNITS, F.cross_entropy)
 MIXED_NET = ModelCase("mixed_net", _mixed, _tokens, UNITS, F.cross_entropy)
 USED_NET = ModelCase("used_net", _used, _tokens, UNITS, F.cross_entropy)
-FROZEN_NET = ModelCase("frozen_net", _frozen, _tokens, UNITS, F.cross_entropy)
 
 
 @dataclass(frozen=True, slots=True)
