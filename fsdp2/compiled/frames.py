@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from types import CodeType, FunctionType, ModuleType
 
 from fsdp2 import _torch_compiler
-from fsdp2.core.module import ON_SHARDING
 
 PACKAGE = "fsdp2"
 BEGINS_GRAPHS = "_fsdp_captured_call"
@@ -84,6 +83,3 @@ def _with_nested(code: CodeType) -> Iterator[CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _with_nested(constant)
-
-
-ON_SHARDING.append(begin_graphs_at_calls_only)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from fsdp2 import _torch
-from fsdp2.core.module import ON_SHARDING
 from fsdp2.core.param import fsdp_param_of
 from fsdp2.errors import FSDPNotImplementedError
 
@@ -71,6 +70,3 @@ def _expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             "parameter.register_post_accumulate_grad_hook(hook)."
         )
     return _torch.run_unhandled(func, args, kwargs)
-
-
-ON_SHARDING.append(serve)

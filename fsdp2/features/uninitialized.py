@@ -17,7 +17,6 @@ import torch
 
 from fsdp2 import _torch
 from fsdp2.core.group import FSDPParamGroup
-from fsdp2.core.module import ON_SHARDING
 from fsdp2.core.param import FSDPParam, fsdp_param_of
 from fsdp2.core.root import ON_ROOT
 
@@ -66,4 +65,3 @@ def warn_of_uninitialized(_: Sequence[Any], groups: Sequence[FSDPParamGroup]) ->
 
 
 ON_ROOT.append(warn_of_uninitialized)
-ON_SHARDING.append(serve)

@@ -19,10 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp2 import _torch
 from fsdp2.core.mesh import SHARDED
-from fsdp2.core.module import ON_SHARDING
 from fsdp2.core.trees import map_tensors, tensors_in
-from fsdp2.features.misuse import is_ours
-from fsdp2.features.whole_operators import chunk_of
+from fsdp2.features.whole_operators import chunk_of, is_ours
 
 _aten: Any = torch.ops.aten
 
@@ -230,6 +228,3 @@ def _number(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensor = cast(DTensor, _detached(tensor).to(torch.int32))
         return bool(_gathered(tensor).item())
     return _gathered(tensor).item()
-
-
-ON_SHARDING.append(serve)

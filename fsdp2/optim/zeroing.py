@@ -24,7 +24,6 @@ from torch.optim.optimizer import Optimizer
 
 from fsdp2 import _torch
 from fsdp2.core.group import FSDPParamGroup, free_cleared_gradients
-from fsdp2.core.module import ON_SHARDING
 from fsdp2.core.param import FSDPParam, fsdp_param_of, replacement_of
 from fsdp2.core.reduce import GradientReducer
 
@@ -89,6 +88,3 @@ def _of_optimizers(optimizer: Any, set_to_none: bool) -> Callable[[], None]:
 
 def _of_modules(module: Any, set_to_none: bool) -> Callable[[], None]:
     return clear_waiting(module.parameters(), set_to_none)
-
-
-ON_SHARDING.append(install)

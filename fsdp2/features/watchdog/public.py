@@ -15,7 +15,6 @@ from fsdp2 import _torch
 from fsdp2._remedies import FEWER
 from fsdp2.arguments import at_least, checked
 from fsdp2.core.group import FSDPParamGroup
-from fsdp2.core.module import ON_SHARDING
 from fsdp2.core.places import FAILED, PLACE, RECORDED, RESTARTED
 from fsdp2.core.root import ABANDON, Abandon
 from fsdp2.core.transport import among, is_alone
@@ -94,7 +93,6 @@ def _stop() -> None:
 
 
 atexit.register(_stop)  # a thread that is in the store when Python goes would end the process
-ON_SHARDING.append(start)
 
 
 def _refuse_if_alone(groups: Iterable[FSDPParamGroup]) -> None:
