@@ -137,7 +137,7 @@ def install(*, fsdp1: bool = True) -> Swap:
 
         >>> import fsdp2.compat
         >>> print(fsdp2.compat.install())
-        torch.distributed.fsdp.FSDPModule -> fsdp2.core.module.FSDPModule
+        torch.distributed.fsdp.FSDPModule -> fsdp2.api.module.FSDPModule
         ...
         >>> from accelerate import Accelerator
 

@@ -100,7 +100,7 @@ def test_the_wheel_holds_the_package_and_says_what_it_is(dist: Path) -> None:
     assert found.get_payload() == README
     with zipfile.ZipFile(wheel) as file:
         names = set(file.namelist())
-    assert {"fsdp2/py.typed", "fsdp2/core/README.md", "fsdp2_switch.py", "fsdp2/core/shard.py"} <= names
+    assert {"fsdp2/py.typed", "fsdp2/core/README.md", "fsdp2_switch.py", "fsdp2/api/fully_shard.py"} <= names
     assert {name.split("/")[0] for name in names} == {
         "fsdp2",
         "fsdp2_switch.py",

@@ -121,8 +121,8 @@ def test_torchs_implementation_stays_intact() -> None:
 def test_the_swap_says_what_it_replaced() -> None:
     with install() as swap:
         lines = str(swap).splitlines()
-    assert "torch.distributed.fsdp.fully_shard -> fsdp2.core.shard.fully_shard" in lines
-    assert "torch.distributed._composable.fsdp.FSDPModule -> fsdp2.core.module.FSDPModule" in lines
+    assert "torch.distributed.fsdp.fully_shard -> fsdp2.api.fully_shard.fully_shard" in lines
+    assert "torch.distributed._composable.fsdp.FSDPModule -> fsdp2.api.module.FSDPModule" in lines
     assert len(lines) == len(set(lines)) >= len(swap.replacements)
 
 
@@ -402,7 +402,7 @@ if __name__ == "__main__":
     else:
         torch.multiprocessing.spawn(child, nprocs=1)
 """
-OURS, TORCHS = "fsdp2.core.shard fsdp2.core.module\n", "torch.distributed.fsdp torch.distributed.fsdp\n"
+OURS, TORCHS = "fsdp2.api.fully_shard fsdp2.api.module\n", "torch.distributed.fsdp torch.distributed.fsdp\n"
 UNUSED = "fsdp2 sharded no module in this process"
 
 
@@ -485,9 +485,9 @@ def test_a_script_runs_as_python_would_run_it(tmp_path: Path) -> None:
     (folder / "program.py").write_text(PROGRAM)
     (folder / "beside.py").write_text("value = 7")
     done = run("-m", "fsdp2.compat", "-v", "folder/program.py", "--flag", "-m", folder=tmp_path)
-    expected = ["__main__", "folder/program.py", "['folder/program.py', '--flag', '-m']", "fsdp2.core.shard", "7"]
+    expected = ["__main__", "folder/program.py", "['folder/program.py', '--flag', '-m']", "fsdp2.api.fully_shard", "7"]
     assert (done.returncode, done.stdout) == (3, "|".join(expected) + "\n"), done.stderr
-    assert "torch.distributed.fsdp.fully_shard -> fsdp2.core.shard.fully_shard" in done.stderr
+    assert "torch.distributed.fsdp.fully_shard -> fsdp2.api.fully_shard.fully_shard" in done.stderr
 
 
 @pytest.mark.full  # 8 s
@@ -497,7 +497,7 @@ def test_a_module_runs_as_python_would_run_it(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("value = 8")
     done = run("-m", "fsdp2.compat", "-m", "package.program", "x", folder=tmp_path)
     path = str(tmp_path / "package" / "program.py")
-    expected = ["__main__", path, f"['{path}', 'x']", "fsdp2.core.shard", "8"]
+    expected = ["__main__", path, f"['{path}', 'x']", "fsdp2.api.fully_shard", "8"]
     assert (done.returncode, done.stdout) == (3, "|".join(expected) + "\n"), done.stderr
 
 

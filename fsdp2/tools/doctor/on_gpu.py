@@ -21,7 +21,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import _torch
-from fsdp2.core.options import CPUOffloadPolicy, MixedPrecisionPolicy
+from fsdp2.api.policies import CPUOffloadPolicy
+from fsdp2.core.options import MixedPrecisionPolicy
 from fsdp2.features.full_parameters import full_parameters
 from fsdp2.grouping.sharding import auto_shard
 from fsdp2.tools.doctor.finding import Finding

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from fsdp2.core.options import CPUOffloadPolicy, MixedPrecisionPolicy
+from fsdp2.api.policies import CPUOffloadPolicy
+from fsdp2.core.options import MixedPrecisionPolicy
 from fsdp2.grouping.blocks import class_names_of
 from fsdp2.tools.estimating.request import Request
 

@@ -27,8 +27,9 @@ import torch
 from torch import nn
 
 from fsdp2 import _torch
+from fsdp2.api.policies import CPUOffloadPolicy
 from fsdp2.arguments import ANYTHING, checked
-from fsdp2.core.options import CPUOffloadPolicy, MixedPrecisionPolicy
+from fsdp2.core.options import MixedPrecisionPolicy
 from fsdp2.errors import FSDPTypeError, FSDPValueError
 from fsdp2.tools.estimating.estimate import DEFAULT_HARDWARE, FUSED, answer, microbatches_of, names_of
 from fsdp2.tools.estimating.hardware import Hardware, hardware_of
