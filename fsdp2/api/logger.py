@@ -43,6 +43,9 @@ class _OfRank(logging.Formatter):
         return "\n".join(f"[rank {rank}] {line}" for line in super().format(record).splitlines())
 
 
+_HANDLERS: list[logging.Handler] = []
+
+
 def prepare_logger() -> None:
     """Let the loggers of the words that are asked for show what they are told: on stderr, if there is no handler.
 
@@ -57,3 +60,12 @@ def prepare_logger() -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(_OfRank("%(name)s: %(message)s"))
         parent.addHandler(handler)
+        _HANDLERS.append(handler)
+
+
+def forget_logger() -> None:
+    """Undo `prepare_logger`."""
+    for word in WORDS:
+        logger_of(word).setLevel(logging.NOTSET)
+    while _HANDLERS:
+        logging.getLogger(NAME).removeHandler(_HANDLERS.pop())

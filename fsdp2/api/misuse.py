@@ -39,11 +39,17 @@ Running = Sequence[tuple[Any, FrameType]]
 """Objects whose methods run, with the frames of these: the innermost first."""
 
 
-def explain_errors() -> None:
+def explain_errors() -> list[_torch.Undo]:
     """From now on, errors of DTensor's that sharded parameters meet are explained."""
-    _torch.handle_operators(dict.fromkeys(_torch.collective_operators(), _refuse_collective))
     if _Hook.former is None:
         _Hook.former, sys.excepthook = sys.excepthook, _excepthook
+    collectives = dict.fromkeys(_torch.collective_operators(), _refuse_collective)
+    return [_print_errors_alone, _torch.handle_operators(collectives)]
+
+
+def _print_errors_alone() -> None:
+    if sys.excepthook is _excepthook and _Hook.former is not None:
+        sys.excepthook, _Hook.former = _Hook.former, None
 
 
 class _Hook:

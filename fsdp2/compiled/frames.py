@@ -57,6 +57,15 @@ def begin_graphs_at_calls_only() -> None:
     _torch_compiler.skip_frames(with_callees, callees=True)
 
 
+def begin_graphs_anywhere() -> None:
+    """Undo `begin_graphs_at_calls_only`."""
+    global _imported
+    for name in _marked & sys.modules.keys():
+        _torch_compiler.unskip_frames(_codes_in(sys.modules[name]))
+    _marked.clear()
+    _imported = 0
+
+
 def _codes_in(module: ModuleType) -> Iterator[CodeType]:
     for value in vars(module).values():
         if getattr(value, "__module__", None) != module.__name__:

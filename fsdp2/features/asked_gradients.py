@@ -7,7 +7,6 @@ refuses. So does the way to the node that takes a parameter's gradient, on which
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,11 +19,9 @@ from fsdp2.errors import FSDPNotImplementedError
 _EXPAND = torch.ops.aten.expand.default
 
 
-@functools.cache
-def serve() -> None:
+def serve() -> list[_torch.Undo]:
     """Look at what backwards are asked for, from now on."""
-    _torch.replace_run_backward(_run_backward)
-    _torch.handle_operators({_EXPAND: _expand})
+    return [_torch.replace_run_backward(_run_backward), _torch.handle_operators({_EXPAND: _expand})]
 
 
 def _run_backward(run: Callable[..., Any], outputs: Any, *args: Any, accumulate_grad: bool, **kwargs: Any) -> Any:

@@ -6,7 +6,6 @@ often writes through ``.data``; so the memory is filled with what nobody initial
 
 from __future__ import annotations
 
-import functools
 import math
 import warnings
 from collections.abc import Sequence
@@ -26,10 +25,9 @@ _FILLED: WeakSet[FSDPParam] = WeakSet()
 """Parameters that were on meta, and got memory filled with NaN."""
 
 
-@functools.cache
-def serve() -> None:
+def serve() -> list[_torch.Undo]:
     """Look at what gets memory from now on."""
-    _torch.handle_operators({_EMPTY_LIKE: _empty_like})
+    return [_torch.handle_operators({_EMPTY_LIKE: _empty_like})]
 
 
 def _empty_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

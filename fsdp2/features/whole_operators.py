@@ -11,7 +11,6 @@ a whole tensor, once per initialization.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -67,11 +66,12 @@ _REFUSED = (_aten.multinomial.default, _aten.rrelu_with_noise.default)
 _HANDLED = frozenset((*_TRACKED, *_UNTRACKED, *_INDEXED, *_REFUSED, _aten.eye.m_out))
 
 
-@functools.cache
-def serve() -> None:
+def serve() -> list[_torch.Undo]:
     """Run these operators on the whole of DTensors on meshes that something is sharded over, from now on."""
-    _torch.handle_operators(dict.fromkeys(_HANDLED, _run_handled))
-    _torch.replace_truncated_normal(_truncated_normal)
+    return [
+        _torch.handle_operators(dict.fromkeys(_HANDLED, _run_handled)),
+        _torch.replace_truncated_normal(_truncated_normal),
+    ]
 
 
 def is_ours(tensor: DTensor) -> bool:

@@ -10,7 +10,6 @@ tensor of which some rank has nothing is taken of the whole.)
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any, cast
 
@@ -56,12 +55,11 @@ _SET = (_aten.copy_.default, _aten.fill_.Tensor, _aten.fill_.Scalar) if _torch.S
 """What ``tensor[...] = value`` writes with."""
 
 
-@functools.cache
-def serve() -> None:
+def serve() -> list[_torch.Undo]:
     """Run these operators so, of DTensors on meshes that something is sharded over, from now on."""
     handlers = dict.fromkeys((*_VIEWS, *_SET), _run_handled) | dict.fromkeys(_EXTREMES, _extreme)
     one_each = {_aten._local_scalar_dense.default: _number, _aten._foreach_norm.Scalar: _norms}
-    _torch.handle_operators({**handlers, **one_each})
+    return [_torch.handle_operators({**handlers, **one_each})]
 
 
 class _Whole:

@@ -28,10 +28,9 @@ from fsdp2.core.param import FSDPParam, fsdp_param_of, replacement_of
 from fsdp2.core.reduce import GradientReducer
 
 
-def install() -> None:
+def install() -> list[_torch.Undo]:
     """Let ``zero_grad`` of optimizers and modules drop what waits."""
-    _torch.around_zero_grad(Optimizer, _of_optimizers)
-    _torch.around_zero_grad(nn.Module, _of_modules)
+    return [_torch.around_zero_grad(Optimizer, _of_optimizers), _torch.around_zero_grad(nn.Module, _of_modules)]
 
 
 def clear_waiting(parameters: Iterable[torch.Tensor], set_to_none: bool) -> Callable[[], None]:

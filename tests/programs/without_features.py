@@ -1,4 +1,4 @@
-"""Trains without what fills ports alone: without each such feature, and without all, on two ranks, beside the plain model.
+"""Trains without features that fill ports alone: without each, and without all, on two ranks, beside the plain model.
 
     python -m tests.programs.without_features
 

@@ -64,7 +64,7 @@ def set_watchdog(seconds: float = 10.0, *, dump_signal: int | None = None) -> No
     listen(dump_signal)
     _CHOSEN.seconds = float(seconds)
     if _CHOSEN.watchdog is not None:
-        _CHOSEN.watchdog.stop()
+        stop()
         start()
 
 
@@ -81,7 +81,13 @@ def start() -> None:
         gloo_p2p.LOST = _OfWatchdog()
 
 
-def _stop() -> None:
+def stop() -> None:
+    """End the thread, if there is one."""
+    if _CHOSEN.watchdog is not None:
+        _CHOSEN.watchdog.stop()
+
+
+def _end() -> None:
     watchdog = _CHOSEN.watchdog
     if watchdog is None:
         return
@@ -92,7 +98,7 @@ def _stop() -> None:
                 LOG.error("This error may come of it that the processes of the ranks %s are gone.", gone)
 
 
-atexit.register(_stop)  # a thread that is in the store when Python goes would end the process
+atexit.register(_end)  # a thread that is in the store when Python goes would end the process
 
 
 def _refuse_if_alone(groups: Iterable[FSDPParamGroup]) -> None:
