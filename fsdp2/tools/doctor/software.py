@@ -14,9 +14,6 @@ import fsdp2
 from fsdp2 import _torch
 from fsdp2._versions import FIRST, LAST
 from fsdp2.tools.doctor.finding import Finding
-from fsdp2_switch import reaches_children
-
-_INSTALL = "Install fsdp2 (`pip install .` in a checkout), and leave TORCH_DEVICE_BACKEND_AUTOLOAD alone."
 
 EXTRAS = {
     "rich": "tables in colours",
@@ -38,8 +35,6 @@ def findings() -> Iterator[Finding]:
         values={"fsdp2": fsdp2.__version__, "python": platform.python_version()},
     )
     yield about_torch(str(torch.__version__))
-    if not reaches_children():
-        yield Finding("fsdp2", "note", "Processes that a program starts do not see FSDP2_COMPAT.", _INSTALL)
     yield from _backends()
     yield _extras()
 

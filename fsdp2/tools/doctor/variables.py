@@ -103,12 +103,6 @@ SLOW: tuple[Rule, ...] = (
         "every tensor is allocated by the driver, which waits for the device",
         "Unset it.",
     ),
-    (
-        "TORCH_DEVICE_BACKEND_AUTOLOAD",
-        lambda value: value == "0",
-        "FSDP2_COMPAT does not reach processes that a program starts",
-        "Unset it.",
-    ),
 )
 FORMER = {
     "NCCL_BLOCKING_WAIT": "TORCH_NCCL_BLOCKING_WAIT",
