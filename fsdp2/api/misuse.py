@@ -41,7 +41,7 @@ Running = Sequence[tuple[Any, FrameType]]
 
 def explain_errors() -> list[_torch.Undo]:
     """From now on, errors of DTensor's that sharded parameters meet are explained."""
-    if _Hook.former is None:
+    if sys.excepthook is not _excepthook:
         _Hook.former, sys.excepthook = sys.excepthook, _excepthook
     collectives = dict.fromkeys(_torch.collective_operators(), _refuse_collective)
     return [_print_errors_alone, _torch.handle_operators(collectives)]
