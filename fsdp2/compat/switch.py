@@ -3,8 +3,8 @@
 Workers of Ray, processes that `torch.multiprocessing.spawn` starts, commands: a program cannot call
 `fsdp2.compat.install` in processes that a library starts. ``python -m fsdp2.compat`` puts the folder ``children`` on
 their ``PYTHONPATH`` instead. Python imports the `sitecustomize` in it as it starts, which loads this file by its path,
-and calls `watch_torch`. Processes that do not import torch notice nothing. (With ``-E``, ``-I`` or ``-S`` Python looks
-at no ``PYTHONPATH``, or imports no `sitecustomize`.)
+and watches for torch. Processes that do not import torch notice nothing. (With ``-E``, ``-I`` or ``-S`` Python looks at
+no ``PYTHONPATH``, or imports no `sitecustomize`.)
 
 This file imports nothing of fsdp2, which would import torch.
 """
@@ -23,7 +23,6 @@ KEEP_FSDP1 = "keep-fsdp1"
 """Its value that leaves ``FullyShardedDataParallel`` to torch."""
 CHILDREN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "children")
 """The folder that is put on ``PYTHONPATH``."""
-_PUBLIC = "torch.distributed.fsdp"
 
 
 def switched_on() -> bool:
@@ -56,26 +55,6 @@ def reaches_children() -> bool:
 
 def _is_on_path() -> bool:
     return CHILDREN in os.environ.get("PYTHONPATH", "").split(os.pathsep)
-
-
-def watch_torch() -> None:
-    """Install the swap as soon as ``torch.distributed.fsdp`` is imported, if ``FSDP2_COMPAT`` asks for it."""
-    AfterImport(["torch"], _watch).start()
-
-
-def _watch(torch: ModuleType) -> None:
-    if not switched_on():
-        return
-    if _PUBLIC in sys.modules:
-        _install(sys.modules[_PUBLIC])
-    else:
-        AfterImport([_PUBLIC], _install).start()
-
-
-def _install(module: ModuleType) -> None:
-    from fsdp2.compat.swap import put_in_place
-
-    put_in_place(fsdp1=os.environ[VARIABLE] != KEEP_FSDP1)
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
