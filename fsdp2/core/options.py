@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -85,7 +85,6 @@ def check_comm(comm: object, method: str) -> None:
 # What a user may ask of `fully_shard`, as frozen, self-validating data: precision, named mesh dims.
 
 
-T = TypeVar("T")
 ParamDtypeOverride = Callable[[nn.Parameter], torch.dtype | None]
 
 
