@@ -5,38 +5,35 @@ import fsdp2._versions  # isort: skip  says what is known of the installed torch
 import importlib
 from typing import TYPE_CHECKING
 
-import fsdp2.compiled.frames
 import fsdp2.features
-import fsdp2.optim.guard
 import fsdp2.optim.torch_clipping
-import fsdp2.optim.zeroing
 import fsdp2.ragged.merged_rows
 import fsdp2.tools.log  # noqa: F401  these fill ports of the core
 from fsdp2 import optim
 from fsdp2._moved import know_former_names
-from fsdp2.arguments import nearest
-from fsdp2.compiled.entry import prepare_compile
-from fsdp2.compiled.report import CompiledGroup, CompileReport, compile_report
-from fsdp2.compiled.support import set_graph_capture
-from fsdp2.core.functions import register_fsdp_forward_method, share_comm_ctx
-from fsdp2.core.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
-from fsdp2.core.module import (
+from fsdp2.api.fully_shard import fully_shard
+from fsdp2.api.functions import register_fsdp_forward_method, share_comm_ctx
+from fsdp2.api.module import (
     FSDPModule,
     GradientReductionHandle,
     UnshardHandle,
     disable_fsdp_module_new_init,
     get_cls_to_fsdp_cls,
 )
+from fsdp2.api.policies import CPUOffloadPolicy, OffloadPolicy
+from fsdp2.api.unwrap import unwrap
+from fsdp2.arguments import nearest
+from fsdp2.compiled.entry import prepare_compile
+from fsdp2.compiled.report import CompiledGroup, CompileReport, compile_report
+from fsdp2.compiled.support import set_graph_capture
+from fsdp2.core.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
 from fsdp2.core.options import (
     AllGather,
     Comm,
-    CPUOffloadPolicy,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
-    OffloadPolicy,
     ReduceScatter,
 )
-from fsdp2.core.shard import fully_shard
 from fsdp2.core.sharding import ShardPlacementResult
 from fsdp2.errors import FSDPError, FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError, FSDPValueError
 from fsdp2.features.accumulation import accumulate
@@ -49,7 +46,6 @@ from fsdp2.features.owned import Owned, balanced_owners
 from fsdp2.features.pending_gradients import PendingGradient, pending_gradients, synchronize_gradients
 from fsdp2.features.replica_check import compare_parameters
 from fsdp2.features.row_blocks import RowBlocks
-from fsdp2.features.unwrap import unwrap
 from fsdp2.features.watchdog import flight_record, set_watchdog
 from fsdp2.grouping.config import ShardingConfig
 from fsdp2.grouping.group_choice import GroupChoice, ModuleGroup

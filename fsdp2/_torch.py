@@ -14,7 +14,7 @@ import sys
 import types
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -207,12 +207,25 @@ class OwnOperators(DTensor):
                 return func(*args, **(kwargs or {}))
 
 
-def handle_operators(handlers: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]) -> None:
+Undo = Callable[[], None]
+"""Takes back what the function that returns it has done to torch. What others have put over it since stays."""
+
+
+def handle_operators(handlers: Mapping[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]) -> Undo:
     """Let DTensor call ``handler(func, args, kwargs)`` for these ``OpOverload``s, as torch's ``loss_parallel`` does.
 
     (2.11 to 2.15: its dispatcher looks every operator up in this dict, in C++.)
     """
-    DTensor._op_dispatcher._custom_op_handlers.update(handlers)
+    known = DTensor._op_dispatcher._custom_op_handlers
+    before = {func: known[func] for func in handlers if func in known}
+    known.update(handlers)
+
+    def undo() -> None:
+        for func in handlers:
+            known.pop(func, None)
+        known.update(before)
+
+    return undo
 
 
 def run_unhandled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -233,7 +246,7 @@ def collective_operators() -> tuple[Any, ...]:
     return tuple(getattr(packet, overload) for packet in packets for overload in packet.overloads())
 
 
-def replace_truncated_normal(ours: Callable[..., Any]) -> None:
+def replace_truncated_normal(ours: Callable[..., Any]) -> Undo:
     """Let `nn.init.trunc_normal_` call ``ours(draw, tensor, mean, ...)``; ``draw``: what it does to a plain tensor.
 
     From 2.13 on it draws again while ``any`` element is out of range, which of a DTensor each rank sees of its own part
@@ -241,8 +254,18 @@ def replace_truncated_normal(ours: Callable[..., Any]) -> None:
     """
     name = "_no_grad_trunc_normal_" if has("torch.nn.init:_no_grad_trunc_normal_") else "trunc_normal_"
     draw = getattr(nn.init, name)
-    if not isinstance(draw, functools.partial):
-        setattr(nn.init, name, functools.partial(ours, draw))
+    return _put(nn.init, name, functools.partial(ours, draw))
+
+
+def _put(owner: Any, name: str, ours: Any) -> Undo:
+    before = getattr(owner, name)
+    setattr(owner, name, ours)
+
+    def undo() -> None:
+        if getattr(owner, name) is ours:
+            setattr(owner, name, before)
+
+    return undo
 
 
 def written_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
@@ -396,15 +419,12 @@ def without_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-def around_zero_grad(owner: Any, action: Callable[[Any, bool], Callable[[], None]]) -> None:
+def around_zero_grad(owner: Any, action: Callable[[Any, bool], Callable[[], None]]) -> Undo:
     """Let ``zero_grad`` of all instances of ``owner`` (and of subclasses that call it) call ``action`` first.
 
     With the instance, and whether gradients are set to None; what it returns is called last. (There is no hook for it.)
-    Once for each class.
     """
     original = owner.zero_grad
-    if hasattr(original, "_fsdp2_action"):
-        return
 
     @functools.wraps(original)
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
@@ -412,8 +432,7 @@ def around_zero_grad(owner: Any, action: Callable[[Any, bool], Callable[[], None
         original(self, set_to_none)
         at_the_end()
 
-    zero_grad._fsdp2_action = action  # type: ignore[attr-defined]
-    owner.zero_grad = torch._disable_dynamo(zero_grad)  # type: ignore[attr-defined]
+    return _put(owner, "zero_grad", torch._disable_dynamo(zero_grad))  # type: ignore[attr-defined]
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
@@ -436,14 +455,13 @@ def memory_of(tensor: torch.Tensor) -> ctypes.Array[ctypes.c_char]:
     return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
 
 
-def replace_run_backward(ours: Callable[..., Any]) -> None:
+def replace_run_backward(ours: Callable[..., Any]) -> Undo:
     """Let backwards begin with ``ours(run, outputs, gradients, retain_graph, create_graph, inputs, ...)``.
 
     ``run`` is torch's. (2.11 to 2.15: `torch.autograd.backward` and `torch.autograd.grad` pass these by position.)
     """
     run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
-    if not isinstance(run, functools.partial):
-        torch.autograd._engine_run_backward = functools.partial(ours, run)  # type: ignore[attr-defined]
+    return _put(torch.autograd, "_engine_run_backward", functools.partial(ours, run))
 
 
 def backward_is_running() -> bool:

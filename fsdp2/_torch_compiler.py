@@ -144,6 +144,17 @@ def skip_frames(codes: Iterable[CodeType], *, callees: bool = False) -> None:
         set_code_exec_strategy(code, strategy)
 
 
+def unskip_frames(codes: Iterable[CodeType]) -> None:
+    """Let graphs begin at frames of ``codes`` and their callees again."""
+    if _torch_names.missing_for(_torch_names.COMPILING):
+        return
+    from torch._C._dynamo.eval_frame import set_code_exec_strategy
+    from torch._dynamo.types import FrameAction, FrameExecStrategy  # type: ignore[attr-defined]
+
+    for code in codes:
+        set_code_exec_strategy(code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT))
+
+
 def need_compiler() -> None:
     """Refuse to be compiled without the names that it takes.
 

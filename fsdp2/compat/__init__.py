@@ -2,8 +2,8 @@
 
 ``install()`` puts fsdp2's names in the place of torch's; ``python -m fsdp2.compat script.py`` does it for a whole
 program, also under a launcher: ``torchrun --nproc-per-node 8 -m fsdp2.compat train.py``. Processes that the program
-does not start itself (Ray's workers, ``mp.spawn``) have it if they inherit ``FSDP2_COMPAT=1``, which the command sets;
-that switch lies in `fsdp2_switch`, beside the package.
+does not start itself (Ray's workers, ``mp.spawn``) have it by what they inherit of that command's environment: see
+`switch`.
 
 Libraries (Accelerate, Lightning, torchtitan, transformers, `torch.distributed.pipelining`) take ``fully_shard`` and
 ``FSDPModule`` from ``torch.distributed.fsdp`` by name, and decide by ``isinstance`` what a module can do. Importing

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 
 from fsdp2.compat.swap import install
-from fsdp2_switch import KEEP_FSDP1, VARIABLE, reaches_children
+from fsdp2.compat.switch import reach_children
 
 USAGE = """\
 usage: python -m fsdp2.compat [--keep-fsdp1] [--verbose] script.py [arguments]
@@ -25,8 +25,8 @@ Under a launcher, the swap runs in the processes that it starts:
   -v, --verbose   print what was replaced (on rank 0)
   -h, --help      print this
 
-Processes that the program itself starts, by spawn, by a command or through Ray, have the swap too: they inherit
-FSDP2_COMPAT=1 (or FSDP2_COMPAT=keep-fsdp1), which can also be set without this command."""
+Processes that the program itself starts, by spawn, by a command or through Ray, have the swap too, by what they inherit
+of its environment: FSDP2_COMPAT=1 (or keep-fsdp1), and a folder in front of PYTHONPATH."""
 
 # They start other processes, and shard nothing themselves.
 LAUNCHERS = (
@@ -82,7 +82,7 @@ def _refuse_launchers(target: str) -> None:
     if target in LAUNCHERS or os.path.basename(target) in LAUNCHERS:
         raise UsageError(
             f"{target} starts other processes, and shards nothing itself; turn it round: "
-            f"torchrun [options] -m fsdp2.compat script.py, or set {VARIABLE}=1"
+            "torchrun [options] -m fsdp2.compat script.py"
         )
 
 
@@ -103,13 +103,7 @@ def _check_module(name: str) -> None:
 def run(program: Program) -> None:
     """Install the swap for the rest of this process, and run ``program`` as ``__main__``, as Python would."""
     swap = install(fsdp1=program.fsdp1)
-    os.environ[VARIABLE] = "1" if program.fsdp1 else KEEP_FSDP1
-    if not reaches_children():
-        print(
-            "fsdp2.compat: processes that this program starts will not have the swap, unless they call "
-            "fsdp2.compat.install(): fsdp2 is not installed (pip install), or TORCH_DEVICE_BACKEND_AUTOLOAD is 0.",
-            file=sys.stderr,
-        )
+    reach_children(fsdp1=program.fsdp1)
     if program.verbose and os.environ.get("RANK", "0") == "0":
         print(swap, file=sys.stderr)
     sys.argv = [program.target, *program.arguments]

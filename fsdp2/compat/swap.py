@@ -26,7 +26,7 @@ from fsdp2.compat.names import (
     wrapped_by_torchs_fsdp1,
 )
 from fsdp2.compat.substitutes import Substitutes
-from fsdp2_switch import VARIABLE, AfterImport, reaches_children, switched_on
+from fsdp2.compat.switch import AfterImport, reaches_children
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +105,13 @@ class Swap:
         others = _sharded_by_torch()
         if others:
             reason = f"torch's own fully_shard did ({', '.join(others)}): it was imported before install()."
-        elif switched_on() and reaches_children():
-            reason = f"Processes that this one started inherited {VARIABLE}=1: what they sharded is not known here."
+        elif reaches_children():
+            reason = "Processes that this one started had the swap too: what they sharded is not known here."
         else:
             reason = (
-                f"If it was to happen in processes that this one started, set {VARIABLE}=1 for them; if the program "
-                "shards with DDP, DeepSpeed or an FSDP1 that was left to torch, this swap does not concern it."
+                "If it was to happen in processes that this one started, start the program by python -m fsdp2.compat; "
+                "if the program shards with DDP, DeepSpeed or an FSDP1 that was left to torch, this swap does not "
+                "concern it."
             )
         warnings.warn(f"fsdp2.compat: fsdp2 sharded no module in this process. {reason}", stacklevel=2)
 
@@ -133,11 +134,11 @@ def install(*, fsdp1: bool = True) -> Swap:
     """Put fsdp2's names in the place of torch's, in every module of torch, those imported later included.
 
     Call it before the libraries that shard models are imported, on every rank and in every process that a program
-    starts by itself (forked processes have it already; others, if ``FSDP2_COMPAT=1`` is set for them):
+    starts by itself (forked processes have it already; others, of a program run by ``python -m fsdp2.compat``):
 
         >>> import fsdp2.compat
         >>> print(fsdp2.compat.install())
-        torch.distributed.fsdp.FSDPModule -> fsdp2.core.module.FSDPModule
+        torch.distributed.fsdp.FSDPModule -> fsdp2.api.module.FSDPModule
         ...
         >>> from accelerate import Accelerator
 

@@ -21,7 +21,6 @@ from fsdp2.compiled.tracing import RefusedState, TracedGroup, TracedState, Trace
 from fsdp2.compiled.unsharding import unshard
 from fsdp2.core.buffers import storage_alias
 from fsdp2.core.group import FSDPParamGroup
-from fsdp2.core.module import PREPARES_GRAPHS
 from fsdp2.core.param import FSDPParam
 from fsdp2.core.plan import GroupPlan
 from fsdp2.core.state import FSDPState, state_of, states_below
@@ -243,6 +242,3 @@ class Prepared:
 def _tensor_parallel(param: FSDPParam) -> tuple[Any, Any, Any, Any] | None:
     spec = param.sharding.unsharded_spec
     return None if spec is None else (spec.mesh, tuple(spec.placements), spec.shape, spec.stride)
-
-
-PREPARES_GRAPHS.fill(prepares_graphs)

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from types import CodeType, FunctionType, ModuleType
 
 from fsdp2 import _torch_compiler
-from fsdp2.core.module import ON_SHARDING
 
 PACKAGE = "fsdp2"
 BEGINS_GRAPHS = "_fsdp_captured_call"
@@ -58,6 +57,15 @@ def begin_graphs_at_calls_only() -> None:
     _torch_compiler.skip_frames(with_callees, callees=True)
 
 
+def begin_graphs_anywhere() -> None:
+    """Undo `begin_graphs_at_calls_only`."""
+    global _imported
+    for name in _marked & sys.modules.keys():
+        _torch_compiler.unskip_frames(_codes_in(sys.modules[name]))
+    _marked.clear()
+    _imported = 0
+
+
 def _codes_in(module: ModuleType) -> Iterator[CodeType]:
     for value in vars(module).values():
         if getattr(value, "__module__", None) != module.__name__:
@@ -84,6 +92,3 @@ def _with_nested(code: CodeType) -> Iterator[CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _with_nested(constant)
-
-
-ON_SHARDING.append(begin_graphs_at_calls_only)

@@ -10,7 +10,6 @@ from torch import nn
 
 from fsdp2.arguments import checked
 from fsdp2.core.group import FSDPParamGroup
-from fsdp2.core.module import EXPLAINED_CONVERSION
 from fsdp2.core.state import FSDPState, state_of, states_below
 from fsdp2.errors import FSDPRuntimeError, FSDPValueError
 
@@ -143,6 +142,3 @@ def _feature_of_group(group: FSDPParamGroup) -> str | None:
             if type(module).__setattr__ is not nn.Module.__setattr__:
                 return f"{type(module).__name__} keeps its parameters in a way of its own"
     return None
-
-
-EXPLAINED_CONVERSION.fill(explained_conversion)

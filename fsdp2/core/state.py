@@ -7,7 +7,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,6 @@ from fsdp2.core.hooks import (
     on_real_parameters,
 )
 from fsdp2.core.mesh import DataParallelMesh
-from fsdp2.core.offload_choice import OffloadChoice
 from fsdp2.core.options import (
     MixedPrecisionPolicy,
     ModulePolicy,
@@ -43,7 +42,6 @@ from fsdp2.core.options import (
     RootSettings,
 )
 from fsdp2.core.places import PLACE
-from fsdp2.core.ports import Port
 from fsdp2.core.root import (
     ON_ROOT,
     FSDPRoot,
@@ -57,6 +55,7 @@ from fsdp2.core.root import (
     share_context,
     supersede,
 )
+from fsdp2.core.running import refuse_inside_of_a_pass
 from fsdp2.core.streams import FSDPCommContext, device_for
 from fsdp2.core.structure import Structure, module_paths
 from fsdp2.core.trees import Replaced, cast_floating_point, cast_inputs, map_inputs, tensors_anywhere_in
@@ -118,7 +117,7 @@ class ShardArguments:
     reshard_after_forward: tuple[bool | None, int | None]
     shard_placement_fn: Any
     mp_policy: MixedPrecisionPolicy | PolicyFunction
-    offload_policy: OffloadChoice
+    offload_policy: Any
     ignored_params: frozenset[nn.Parameter]
     strategy: Strategy | None = None
     grouping: tuple[tuple[str, str | int], ...] = ()
@@ -188,27 +187,6 @@ _RANGES = {
     "_end_module_backward": "post_backward",
 }
 """What profilers show of these methods: ``FSDP::pre_forward (fqn)``, as of torch's."""
-
-
-def _nothing(*_: Any) -> None:
-    """There is nothing to say."""
-
-
-class Misuse(NamedTuple):
-    """What to say of mistakes that show elsewhere than they were made: here nothing.
-
-    Attributes:
-        explanation_of: what to raise instead of an error that leaves a call of a sharded module, if anything.
-        refuse_data_parallel: raises where ``DistributedDataParallel`` is being built around a sharded module.
-        refuse_inside_of_a_pass: raises where the parameters of a root's modules, of that name, are being used.
-    """
-
-    explanation_of: Callable[[BaseException], BaseException | None] = _nothing
-    refuse_data_parallel: Callable[[], None] = _nothing
-    refuse_inside_of_a_pass: Callable[[FSDPRoot, Sequence[nn.Module], str], None] = _nothing
-
-
-MISUSE: Port[Misuse] = Port(Misuse())
 
 
 class FSDPState:
@@ -459,7 +437,7 @@ class FSDPState:
         """
         if self.root is not None:
             self.root.recover_if_failed()
-            MISUSE.filling.refuse_inside_of_a_pass(self.root, self.modules, self.name)
+            refuse_inside_of_a_pass(self.root, self.modules, self.name)
             self.root.comm.let_host_write_shards()
         for group in self.unit:
             group.refuse_set_data()

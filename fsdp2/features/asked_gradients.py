@@ -7,25 +7,21 @@ refuses. So does the way to the node that takes a parameter's gradient, on which
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from fsdp2 import _torch
-from fsdp2.core.module import ON_SHARDING
 from fsdp2.core.param import fsdp_param_of
 from fsdp2.errors import FSDPNotImplementedError
 
 _EXPAND = torch.ops.aten.expand.default
 
 
-@functools.cache
-def serve() -> None:
+def serve() -> list[_torch.Undo]:
     """Look at what backwards are asked for, from now on."""
-    _torch.replace_run_backward(_run_backward)
-    _torch.handle_operators({_EXPAND: _expand})
+    return [_torch.replace_run_backward(_run_backward), _torch.handle_operators({_EXPAND: _expand})]
 
 
 def _run_backward(run: Callable[..., Any], outputs: Any, *args: Any, accumulate_grad: bool, **kwargs: Any) -> Any:
@@ -71,6 +67,3 @@ def _expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             "parameter.register_post_accumulate_grad_hook(hook)."
         )
     return _torch.run_unhandled(func, args, kwargs)
-
-
-ON_SHARDING.append(serve)

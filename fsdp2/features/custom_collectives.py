@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from fsdp2 import _torch
 from fsdp2.core.group import FSDPParamGroup
-from fsdp2.core.module import SET_IN_MEMORY
 from fsdp2.core.options import AllGather, ReduceScatter
 from fsdp2.errors import FSDPRuntimeError
 
@@ -110,7 +109,7 @@ def _refuse_custom(groups: Iterable[FSDPParamGroup], method: str) -> None:
                 )
 
 
-def _set_in_memory(groups: Iterable[FSDPParamGroup], method: str, backend: str | None, enable: bool) -> None:
+def set_in_memory(groups: Iterable[FSDPParamGroup], method: str, backend: str | None, enable: bool) -> None:
     """Let ``groups`` communicate in symmetric memory of ``backend``; None: in memory of their process groups.
 
     Raises:
@@ -133,6 +132,3 @@ def _set_in_memory(groups: Iterable[FSDPParamGroup], method: str, backend: str |
 
 def _memory(group: dist.ProcessGroup, backend: str | None) -> GroupMemory | SymmetricMemory:
     return GroupMemory(group) if backend is None else SymmetricMemory(group, backend)
-
-
-SET_IN_MEMORY.fill(_set_in_memory)

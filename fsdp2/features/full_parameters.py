@@ -30,12 +30,12 @@ from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.mesh import DataParallelMesh
 from fsdp2.core.param import FSDPParam, Link, fsdp_param_of, is_subclass, mark_replaced, replacement_of
 from fsdp2.core.root import roots_of
+from fsdp2.core.running import running_pass
 from fsdp2.core.sharding import local_shard
 from fsdp2.core.state import FSDPState, state_of, states_below
 from fsdp2.core.traits import carry_attributes_over
 from fsdp2.core.transport import all_reduce, is_alone
 from fsdp2.errors import FSDPError, FSDPNotImplementedError, FSDPRuntimeError
-from fsdp2.features.misuse import running_pass
 from fsdp2.features.whole_tensors import Part, unsharded_like, whole_tensors
 
 _NAME = "full_parameters()"

@@ -36,7 +36,6 @@ from fsdp2.core.layout import byte_start, padded_row
 from fsdp2.core.mesh import DataParallelMesh
 from fsdp2.core.param import FSDPParam, is_subclass
 from fsdp2.core.places import label
-from fsdp2.core.shard import CHECK_EXTENSION
 from fsdp2.core.sharding import Partition, contiguous_stride
 from fsdp2.core.transport import is_alone, of_backend
 from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError, FSDPValueError
@@ -471,5 +470,4 @@ class ExtensionGather:
 
 
 GATHERS_ITSELF.fill(is_extended)
-CHECK_EXTENSION.fill(check_extension)
 EXTENSION_GATHER.fill(ExtensionGather)

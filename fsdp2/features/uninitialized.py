@@ -6,7 +6,6 @@ often writes through ``.data``; so the memory is filled with what nobody initial
 
 from __future__ import annotations
 
-import functools
 import math
 import warnings
 from collections.abc import Sequence
@@ -17,7 +16,6 @@ import torch
 
 from fsdp2 import _torch
 from fsdp2.core.group import FSDPParamGroup
-from fsdp2.core.module import ON_SHARDING
 from fsdp2.core.param import FSDPParam, fsdp_param_of
 from fsdp2.core.root import ON_ROOT
 
@@ -27,10 +25,9 @@ _FILLED: WeakSet[FSDPParam] = WeakSet()
 """Parameters that were on meta, and got memory filled with NaN."""
 
 
-@functools.cache
-def serve() -> None:
+def serve() -> list[_torch.Undo]:
     """Look at what gets memory from now on."""
-    _torch.handle_operators({_EMPTY_LIKE: _empty_like})
+    return [_torch.handle_operators({_EMPTY_LIKE: _empty_like})]
 
 
 def _empty_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -66,4 +63,3 @@ def warn_of_uninitialized(_: Sequence[Any], groups: Sequence[FSDPParamGroup]) ->
 
 
 ON_ROOT.append(warn_of_uninitialized)
-ON_SHARDING.append(serve)

@@ -11,7 +11,6 @@ a whole tensor, once per initialization.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,10 +18,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
-from fsdp2.core.module import ON_SHARDING
+from fsdp2.core.mesh import SHARDED
 from fsdp2.core.trees import map_tensors, tensors_in
 from fsdp2.errors import FSDPNotImplementedError
-from fsdp2.features.misuse import is_ours
 
 _aten: Any = torch.ops.aten
 
@@ -68,11 +66,19 @@ _REFUSED = (_aten.multinomial.default, _aten.rrelu_with_noise.default)
 _HANDLED = frozenset((*_TRACKED, *_UNTRACKED, *_INDEXED, *_REFUSED, _aten.eye.m_out))
 
 
-@functools.cache
-def serve() -> None:
+def serve() -> list[_torch.Undo]:
     """Run these operators on the whole of DTensors on meshes that something is sharded over, from now on."""
-    _torch.handle_operators(dict.fromkeys(_HANDLED, _run_handled))
-    _torch.replace_truncated_normal(_truncated_normal)
+    return [
+        _torch.handle_operators(dict.fromkeys(_HANDLED, _run_handled)),
+        _torch.replace_truncated_normal(_truncated_normal),
+    ]
+
+
+def is_ours(tensor: DTensor) -> bool:
+    """Whether ``tensor`` is cut, and lies on a mesh that something was sharded over."""
+    spec = _torch.spec_of(tensor)
+    partition = any(map(_torch.is_shard, spec.placements))
+    return partition and spec.mesh in SHARDED and not _torch.local_of(tensor).is_meta
 
 
 def _run_handled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -183,6 +189,3 @@ def chunk_of(whole: torch.Tensor, spec: Any) -> torch.Tensor:
         start = min(rows * spec.mesh.get_local_rank(axis), size)
         whole = whole.narrow(dim, start, min(rows, size - start))
     return whole
-
-
-ON_SHARDING.append(serve)

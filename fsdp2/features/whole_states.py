@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from fsdp2 import _torch
 from fsdp2.core.hooks import STATE
 from fsdp2.core.param import FSDPParam, fsdp_param_of
-from fsdp2.core.shard import WHOLE_STATES
 from fsdp2.core.sharding import dtensor_like, local_shard
 from fsdp2.errors import FSDPValueError
 
@@ -84,6 +83,3 @@ def _rows(value: torch.Tensor, param: FSDPParam, *, copies: bool) -> DTensor:
     if copies:
         rows = rows.to(rows.device if param.local.is_meta else param.local.device, copy=True)
     return dtensor_like(param.sharded, rows)
-
-
-WHOLE_STATES.fill(take_rows)

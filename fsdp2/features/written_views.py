@@ -10,7 +10,6 @@ tensor of which some rank has nothing is taken of the whole.)
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any, cast
 
@@ -19,10 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp2 import _torch
 from fsdp2.core.mesh import SHARDED
-from fsdp2.core.module import ON_SHARDING
 from fsdp2.core.trees import map_tensors, tensors_in
-from fsdp2.features.misuse import is_ours
-from fsdp2.features.whole_operators import chunk_of
+from fsdp2.features.whole_operators import chunk_of, is_ours
 
 _aten: Any = torch.ops.aten
 
@@ -58,12 +55,11 @@ _SET = (_aten.copy_.default, _aten.fill_.Tensor, _aten.fill_.Scalar) if _torch.S
 """What ``tensor[...] = value`` writes with."""
 
 
-@functools.cache
-def serve() -> None:
+def serve() -> list[_torch.Undo]:
     """Run these operators so, of DTensors on meshes that something is sharded over, from now on."""
     handlers = dict.fromkeys((*_VIEWS, *_SET), _run_handled) | dict.fromkeys(_EXTREMES, _extreme)
     one_each = {_aten._local_scalar_dense.default: _number, _aten._foreach_norm.Scalar: _norms}
-    _torch.handle_operators({**handlers, **one_each})
+    return [_torch.handle_operators({**handlers, **one_each})]
 
 
 class _Whole:
@@ -230,6 +226,3 @@ def _number(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensor = cast(DTensor, _detached(tensor).to(torch.int32))
         return bool(_gathered(tensor).item())
     return _gathered(tensor).item()
-
-
-ON_SHARDING.append(serve)

@@ -18,15 +18,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Shard
 
+from fsdp2.api.policies import OffloadPolicy, mixed_precision, offload
 from fsdp2.arguments import ANYTHING, Rule, checked, checked_class, is_number, shown
 from fsdp2.core.mesh import default_mesh
-from fsdp2.core.options import (
-    DataParallelMeshDims,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    mixed_precision,
-    offload,
-)
+from fsdp2.core.options import DataParallelMeshDims, MixedPrecisionPolicy
 from fsdp2.core.sharding import RowPlacement
 from fsdp2.core.state import Strategy
 from fsdp2.errors import FSDPTypeError, FSDPValueError

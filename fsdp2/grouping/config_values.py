@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Placement, Shard
 
+from fsdp2.api.policies import CPUOffloadPolicy, OffloadPolicy
 from fsdp2.arguments import nearest, shown
-from fsdp2.core.options import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from fsdp2.core.options import DataParallelMeshDims, MixedPrecisionPolicy
 from fsdp2.core.sharding import RowPlacement
 from fsdp2.errors import FSDPTypeError, FSDPValueError
 from fsdp2.features.owned import Owned

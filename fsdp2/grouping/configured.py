@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fsdp2.api.module import FSDPModule
 from fsdp2.arguments import nearest
-from fsdp2.core.module import FSDPModule
 from fsdp2.core.options import MixedPrecisionPolicy
 from fsdp2.core.state import state_of
 from fsdp2.errors import FSDPValueError

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from fsdp2 import _torch
-from fsdp2.core.module import FSDPModule
+from fsdp2.api.module import FSDPModule
 from fsdp2.core.param import fsdp_param_of, replacement_of
 from fsdp2.core.state import state_of
 from fsdp2.core.structure import has_forward

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from fsdp2.api.policies import CPUOffloadPolicy, OffloadPolicy, offload_policies
 from fsdp2.arguments import ANYTHING, checked
-from fsdp2.core.offload_choice import offload_policies
-from fsdp2.core.options import CPUOffloadPolicy, OffloadPolicy
 from fsdp2.errors import FSDPTypeError, FSDPValueError
 
 

@@ -20,10 +20,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp2.api.fully_shard import fully_shard, ignored_below, validated_ignored
+from fsdp2.api.policies import offload_choice, policy_or_function
 from fsdp2.arguments import ANYTHING, Rule, checked
-from fsdp2.core.offload_choice import offload_choice
-from fsdp2.core.options import MixedPrecisionPolicy, PolicyFunction, policy_or_function
-from fsdp2.core.shard import fully_shard, ignored_below, validated_ignored
+from fsdp2.core.options import MixedPrecisionPolicy, PolicyFunction
 from fsdp2.core.state import state_of
 from fsdp2.core.structure import refuse_container
 from fsdp2.errors import FSDPTypeError, FSDPValueError

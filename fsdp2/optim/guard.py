@@ -31,11 +31,9 @@ from torch.optim.optimizer import (
 
 from fsdp2 import _torch, _torch_compiler
 from fsdp2.core.group import FSDPParamGroup
-from fsdp2.core.module import ON_SHARDING
 from fsdp2.core.param import FSDPParam, WriteCounter, fsdp_param_of, is_orphan_copy, replacement_of
 from fsdp2.core.reduce import GradientReducer
 from fsdp2.errors import FSDPRuntimeError
-from fsdp2.features.unwrap import ON_UNWRAPPED
 from fsdp2.features.whole_tensors import former_of
 from fsdp2.optim.offload import offload_as_policies_ask
 from fsdp2.optim.ordinary import Ordinary, ordinary_of
@@ -328,7 +326,3 @@ def _shard_value(value: Any, sharded: Any) -> Any:
             return value
         value = _torch.local_of(value)  # of tensor parallelism
     return owner.shard_of(value)
-
-
-ON_SHARDING.append(GUARD.install)
-ON_UNWRAPPED.append(rekey)

@@ -24,15 +24,13 @@ from torch.optim.optimizer import Optimizer
 
 from fsdp2 import _torch
 from fsdp2.core.group import FSDPParamGroup, free_cleared_gradients
-from fsdp2.core.module import ON_SHARDING
 from fsdp2.core.param import FSDPParam, fsdp_param_of, replacement_of
 from fsdp2.core.reduce import GradientReducer
 
 
-def install() -> None:
+def install() -> list[_torch.Undo]:
     """Let ``zero_grad`` of optimizers and modules drop what waits."""
-    _torch.around_zero_grad(Optimizer, _of_optimizers)
-    _torch.around_zero_grad(nn.Module, _of_modules)
+    return [_torch.around_zero_grad(Optimizer, _of_optimizers), _torch.around_zero_grad(nn.Module, _of_modules)]
 
 
 def clear_waiting(parameters: Iterable[torch.Tensor], set_to_none: bool) -> Callable[[], None]:
@@ -89,6 +87,3 @@ def _of_optimizers(optimizer: Any, set_to_none: bool) -> Callable[[], None]:
 
 def _of_modules(module: Any, set_to_none: bool) -> Callable[[], None]:
     return clear_waiting(module.parameters(), set_to_none)
-
-
-ON_SHARDING.append(install)

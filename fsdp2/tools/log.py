@@ -12,71 +12,22 @@ memory  after each backward: the most memory of unsharded parameters, and that o
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
+from fsdp2.api.logger import logger_of as _logger
+from fsdp2.api.logger import words_asked
 from fsdp2.core.group import FSDPParamGroup
-from fsdp2.core.module import ON_SHARDING
 from fsdp2.core.places import PLACE
 from fsdp2.core.root import ON_ROOT, FSDPRoot
 from fsdp2.core.streams import Device
-from fsdp2.errors import FSDPValueError
 from fsdp2.tools.observing.memory import peak_bytes
 from fsdp2.tools.observing.observation import Exchange, Listener, Observation, observations_of
 
-VARIABLE = "FSDP2_LOG"
-WORDS = ("plan", "order", "comm", "memory")
-NAME = "fsdp2"
 MIB = 2**20
-
-
-def words_asked() -> tuple[str, ...]:
-    """What the environment asks for.
-
-    Raises:
-        FSDPValueError: a word that there is not.
-    """
-    asked = [each.strip() for each in os.environ.get(VARIABLE, "").split(",")]
-    for word in asked:
-        if word and word not in WORDS:
-            raise FSDPValueError(
-                f"{VARIABLE} takes words out of {', '.join(WORDS)}, with commas between them, got '{word}'."
-            )
-    return tuple(word for word in WORDS if word in asked)
-
-
-def _logger(word: str) -> logging.Logger:
-    return logging.getLogger(f"{NAME}.{word}")
-
-
-class _OfRank(logging.Formatter):
-    """With the number of the rank in front of each line."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """``[rank 1] fsdp2.comm: ...``."""
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        return "\n".join(f"[rank {rank}] {line}" for line in super().format(record).splitlines())
-
-
-def prepare_logger() -> None:
-    """Let the loggers of the words that are asked for show what they are told: on stderr, if there is no handler.
-
-    Raises:
-        FSDPValueError: a word that there is not.
-    """
-    words = words_asked()
-    for word in words:
-        _logger(word).setLevel(logging.INFO)
-    parent = logging.getLogger(NAME)
-    if words and not parent.hasHandlers():
-        handler = logging.StreamHandler()
-        handler.setFormatter(_OfRank("%(name)s: %(message)s"))
-        parent.addHandler(handler)
 
 
 def _counted(count: int, what: str) -> str:
@@ -155,5 +106,4 @@ def observe_root(states: Sequence[Any], groups: Sequence[FSDPParamGroup]) -> Non
     Observation(models, _Logged(words, models[0]), "fully_shard()").begin(sees_optimizers=False)
 
 
-ON_SHARDING.append(prepare_logger)
 ON_ROOT.append(observe_root)

@@ -12,7 +12,7 @@ import pytest
 from fsdp2._remedies import PAGES
 from tests.harness.documents import DOCS, ROOT
 
-FILES = sorted([*(ROOT / "fsdp2").rglob("*.py"), ROOT / "fsdp2_switch.py"])
+FILES = sorted((ROOT / "fsdp2").rglob("*.py"))
 NAVIGATION = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
 NAMED = re.compile(r"(?<!\w)'([A-Z](?:[^']|'(?!\s))*)'\s+in\s+the\s+documentation")
 

@@ -100,12 +100,10 @@ def test_the_wheel_holds_the_package_and_says_what_it_is(dist: Path) -> None:
     assert found.get_payload() == README
     with zipfile.ZipFile(wheel) as file:
         names = set(file.namelist())
-    assert {"fsdp2/py.typed", "fsdp2/core/README.md", "fsdp2_switch.py", "fsdp2/core/shard.py"} <= names
-    assert {name.split("/")[0] for name in names} == {
-        "fsdp2",
-        "fsdp2_switch.py",
-        f"fsdp2-{fsdp2.__version__}.dist-info",
-    }
+        entry_points = file.read(f"fsdp2-{fsdp2.__version__}.dist-info/entry_points.txt").decode()
+    assert {"fsdp2/py.typed", "fsdp2/core/README.md", "fsdp2/api/fully_shard.py"} <= names
+    assert {name.split("/")[0] for name in names} == {"fsdp2", f"fsdp2-{fsdp2.__version__}.dist-info"}
+    assert entry_points == "[console_scripts]\nfsdp2 = fsdp2.__main__:run\n"  # no program but this is changed
     own = {path.relative_to(ROOT).as_posix() for path in (ROOT / "fsdp2").rglob("*.py")}
     assert own == {name for name in names if name.startswith("fsdp2/") and name.endswith(".py")}
 
@@ -149,6 +147,6 @@ def test_the_quick_start_runs_where_only_the_wheel_is_installed(dist: Path, tmp_
     done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"from {site}" in done.stdout and "step 60: loss" in done.stdout
-    switched = [str(python), "-c", "import torch.distributed.fsdp as f; print(f.fully_shard.__module__)"]
-    done = subprocess.run(switched, env={"FSDP2_COMPAT": "1"}, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("fsdp2.")
+    alone = "import sys, torch.distributed.fsdp as f; print(f.fully_shard.__module__, 'fsdp2' in sys.modules)"
+    done = subprocess.run([str(python), "-c", alone], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout == "torch.distributed.fsdp False\n"

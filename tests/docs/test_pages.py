@@ -91,14 +91,11 @@ def test_every_method_of_sharded_modules_has_a_docstring() -> None:
 def read_variables() -> set[str]:
     """Of the environment: what the package reads, and what is called FSDP2_ anywhere."""
     found: set[str] = set()
-    for folder in ("fsdp2", "fsdp2_switch.py"):
-        for path in sorted([ROOT / folder] if folder.endswith(".py") else (ROOT / folder).rglob("*.py")):
-            text = path.read_text()
-            if "environ" in text and path.name != "doctor.py":  # which looks at what others read
-                strings = (node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant))
-                found |= {
-                    each for each in strings if isinstance(each, str) and re.fullmatch(r"[A-Z]+(_[A-Z0-9]+)+", each)
-                }
+    for path in sorted((ROOT / "fsdp2").rglob("*.py")):
+        text = path.read_text()
+        if "environ" in text and path.name != "doctor.py":  # which looks at what others read
+            strings = (node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant))
+            found |= {each for each in strings if isinstance(each, str) and re.fullmatch(r"[A-Z]+(_[A-Z0-9]+)+", each)}
     for path in (
         each for folder in ("tests", "fsdp2", "benchmarks", "extras") for each in (ROOT / folder).rglob("*.py")
     ):

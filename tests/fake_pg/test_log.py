@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from fsdp2 import FSDPValueError, fully_shard
+from fsdp2.api.logger import VARIABLE, WORDS, _OfRank
 from fsdp2.core.root import FSDPRoot
 from fsdp2.core.state import states_below
-from fsdp2.tools.log import VARIABLE, WORDS, _OfRank
 from fsdp2.tools.observing.taps import Tap
 from tests.harness import FakeWorlds
 from tests.harness.internals import groups_of

@@ -1,4 +1,4 @@
-"""The core trains without any of the features: each is removed in turn, with what needs it, and then all are."""
+"""Sharded modules train without the features that they do not call: each is removed in turn, and then all are."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def without(*arguments: str) -> str:
 
 
 @pytest.mark.full  # 30 s
-def test_the_core_trains_without_all_features() -> None:
+def test_models_train_without_all_features_that_they_do_not_call() -> None:
     assert "without all of them: trains" in without("all")
 
 
 @pytest.mark.full  # 70 s
-def test_the_core_trains_without_each_feature() -> None:
+def test_models_train_without_each_feature_that_they_do_not_call() -> None:
     said = without()
     for feature in (*feature_modules(), "all of them"):
         assert f"without {feature}: trains" in said

@@ -1,4 +1,4 @@
-"""Trains with the core alone: the package without each feature, and without all, on two ranks, beside the plain model.
+"""Trains without features that fill ports alone: without each, and without all, on two ranks, beside the plain model.
 
     python -m tests.programs.without_features
 
@@ -24,24 +24,35 @@ PACKAGE = Path(__file__).parents[2] / "fsdp2"
 RANKS = 2
 
 
-def feature_modules() -> list[str]:
-    """The features, as names of modules: files and folders."""
-    folder = PACKAGE / "features"
-    files = [each.stem for each in folder.glob("*.py") if each.stem != "__init__"]
-    return sorted([*files, *(each.name for each in folder.iterdir() if (each / "__init__.py").exists())])
-
-
 def _imported(statement: ast.stmt) -> list[str]:
     if isinstance(statement, ast.ImportFrom):
         return [statement.module or "", *(f"{statement.module}.{each.name}" for each in statement.names)]
     return [each.name for each in statement.names] if isinstance(statement, ast.Import) else []
 
 
+def _names(path: Path) -> list[str]:
+    statements = [each for each in ast.walk(ast.parse(path.read_text())) if isinstance(each, ast.stmt)]
+    return [name for each in statements for name in _imported(each)]
+
+
 def _needs(path: Path, removed: set[str]) -> bool:
-    names = [
-        name for each in ast.walk(ast.parse(path.read_text())) if isinstance(each, ast.stmt) for name in _imported(each)
-    ]
-    return any(name == each or name.startswith(f"{each}.") for name in names for each in removed)
+    return any(name == each or name.startswith(f"{each}.") for name in _names(path) for each in removed)
+
+
+def feature_modules() -> list[str]:
+    """The features that `fully_shard` does not call, as names of modules: files and folders."""
+    called: set[str] = set()
+    waiting = ["api/fully_shard"]
+    while waiting:
+        each = waiting.pop()
+        path = next((path for path in (PACKAGE / f"{each}.py", PACKAGE / each / "__init__.py") if path.exists()), None)
+        if path is not None and each not in called:
+            called.add(each)
+            waiting += [name.removeprefix("fsdp2.").replace(".", "/") for name in _names(path)]
+    folder = PACKAGE / "features"
+    files = [each.stem for each in folder.glob("*.py") if each.stem != "__init__"]
+    every = {*files, *(each.name for each in folder.iterdir() if (each / "__init__.py").exists())}
+    return sorted(every - {each.split("/")[1] for each in called if each.startswith("features/")})
 
 
 def remove(feature: str, package: Path) -> set[str]:

@@ -7,7 +7,6 @@ import importlib
 import inspect
 import os
 import pickle
-import re
 import subprocess
 import sys
 import warnings
@@ -25,7 +24,7 @@ import fsdp2
 from fsdp2.compat import Swap, bridges, fsdp1, install
 from fsdp2.compat.__main__ import Program, UsageError, main, parse
 from fsdp2.compat.names import HOME, counterparts, counterparts_of_fsdp1, torchs_own
-from fsdp2_switch import AfterImport, switched_on
+from fsdp2.compat.switch import CHILDREN, AfterImport, reach_children, reaches_children, switched_on
 from tests.harness import FakeWorlds
 from tests.unit.helpers import for_each
 
@@ -391,43 +390,50 @@ if __name__ == "__main__":
     else:
         torch.multiprocessing.spawn(child, nprocs=1)
 """
-OURS, TORCHS = "fsdp2.core.shard fsdp2.core.module\n", "torch.distributed.fsdp torch.distributed.fsdp\n"
+OURS, TORCHS = "fsdp2.api.fully_shard fsdp2.api.module\n", "torch.distributed.fsdp torch.distributed.fsdp\n"
+ROOT = Path(fsdp2.__file__).parents[1]
 UNUSED = "fsdp2 sharded no module in this process"
 
 
 @pytest.fixture
-def installed(tmp_path: Path) -> tuple[Path, str]:
-    """A folder with a program, and a PYTHONPATH on which fsdp2 is installed with the entry point that it declares."""
+def spawning(tmp_path: Path) -> Path:
+    """A folder with a program that starts a process."""
     (tmp_path / "program.py").write_text(SPAWNING)
-    root = Path(fsdp2.__file__).parents[1]
-    project = (root / "pyproject.toml").read_text()
-    declared = re.search(r'^\[project.entry-points."torch.backends"\]\n(.*)$', project, re.M)
-    assert declared is not None
-    metadata = tmp_path / "installed" / "fsdp2-0.dist-info"
-    metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: fsdp2\nVersion: 0\n")
-    (metadata / "entry_points.txt").write_text("[torch.backends]\n" + declared[1].replace('"', "") + "\n")
-    return tmp_path, os.pathsep.join([str(tmp_path / "installed"), str(root)])
+    return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("arguments", "switch", "printed"),
-    [
-        pytest.param(["-m", "fsdp2.compat", "program.py"], "0", OURS, marks=pytest.mark.full),  # 6 to 9 s
-        pytest.param(["program.py"], "1", OURS, marks=pytest.mark.full),  # 5 s
-        pytest.param(["program.py", "--here"], "1", OURS, marks=pytest.mark.full),  # 5 s
-        pytest.param(["program.py"], "0", TORCHS, marks=pytest.mark.full),  # 5 s
-    ],
-    ids=["the command, spawned", "switched on, spawned", "switched on", "switched off, spawned"],
-)
-def test_processes_that_inherit_the_switch(
-    arguments: list[str], switch: str, printed: str, installed: tuple[Path, str]
-) -> None:
-    folder, path = installed
-    done = run(*arguments, folder=folder, PYTHONPATH=path, FSDP2_COMPAT=switch)
-    assert (done.returncode, done.stdout) == (0, printed), done.stderr
-    # Only the command is asked to shard here; what inherits the switch may have nothing to shard.
-    assert (UNUSED in done.stderr) == ("fsdp2.compat" in arguments), done.stderr
+@pytest.mark.full  # 6 to 9 s
+def test_processes_that_the_program_starts_have_the_swap(spawning: Path) -> None:
+    done = run("-m", "fsdp2.compat", "program.py", folder=spawning, PYTHONPATH=str(ROOT))
+    assert (done.returncode, done.stdout) == (0, OURS), done.stderr
+    assert UNUSED in done.stderr
+
+
+@pytest.mark.parametrize(("switch", "printed"), [("1", OURS), ("0", TORCHS)])
+def test_a_process_that_inherits_the_switch(switch: str, printed: str, spawning: Path) -> None:
+    """And runs what the environment has as its `sitecustomize`."""
+    (spawning / "sitecustomize.py").write_text("print('its own')")
+    path = os.pathsep.join([CHILDREN, str(spawning), str(ROOT)])
+    done = run("program.py", "--here", folder=spawning, PYTHONPATH=path, FSDP2_COMPAT=switch)
+    assert (done.returncode, done.stdout) == (0, "its own\n" + printed), done.stderr
+    assert UNUSED not in done.stderr  # only the command is asked to shard here
+
+
+def test_the_variable_alone_changes_nothing(spawning: Path) -> None:
+    done = run("program.py", "--here", folder=spawning, PYTHONPATH=str(ROOT), FSDP2_COMPAT="1")
+    assert (done.returncode, done.stdout) == (0, TORCHS), done.stderr
+
+
+def test_the_path_of_processes_is_added_to_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSDP2_COMPAT", "0")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    for before in ("", "here"):
+        monkeypatch.setenv("PYTHONPATH", before)
+        assert not reaches_children()
+        for both, value in ((True, "1"), (False, "keep-fsdp1")):
+            reach_children(fsdp1=both)
+            assert os.environ["PYTHONPATH"] == os.pathsep.join(filter(None, [CHILDREN, before]))
+            assert os.environ["FSDP2_COMPAT"] == value and reaches_children()
 
 
 def test_a_switch_that_is_neither_on_nor_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -440,20 +446,10 @@ def test_a_switch_that_is_neither_on_nor_off(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.full  # 6 s
-def test_without_the_entry_point_the_command_says_that_children_stay_behind(installed: tuple[Path, str]) -> None:
-    folder, path = installed
-    done = run("-m", "fsdp2.compat", "program.py", folder=folder, PYTHONPATH=path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
-    assert (done.returncode, done.stdout) == (0, TORCHS), done.stderr
-    assert "processes that this program starts will not have the swap" in done.stderr
-
-
-@pytest.mark.full  # 6 s
-def test_a_program_that_sharded_is_not_told_otherwise(installed: tuple[Path, str]) -> None:
-    folder, path = installed
-    done = run("-m", "fsdp2.compat", "program.py", "--here", "--shard", folder=folder, PYTHONPATH=path)
+def test_a_program_that_sharded_is_not_told_otherwise(spawning: Path) -> None:
+    done = run("-m", "fsdp2.compat", "program.py", "--here", "--shard", folder=spawning, PYTHONPATH=str(ROOT))
     assert (done.returncode, done.stdout) == (0, OURS), done.stderr
     assert UNUSED not in done.stderr
-    assert "will not have the swap" not in done.stderr
 
 
 # The command
@@ -474,9 +470,9 @@ def test_a_script_runs_as_python_would_run_it(tmp_path: Path) -> None:
     (folder / "program.py").write_text(PROGRAM)
     (folder / "beside.py").write_text("value = 7")
     done = run("-m", "fsdp2.compat", "-v", "folder/program.py", "--flag", "-m", folder=tmp_path)
-    expected = ["__main__", "folder/program.py", "['folder/program.py', '--flag', '-m']", "fsdp2.core.shard", "7"]
+    expected = ["__main__", "folder/program.py", "['folder/program.py', '--flag', '-m']", "fsdp2.api.fully_shard", "7"]
     assert (done.returncode, done.stdout) == (3, "|".join(expected) + "\n"), done.stderr
-    assert "torch.distributed.fsdp.fully_shard -> fsdp2.core.shard.fully_shard" in done.stderr
+    assert "torch.distributed.fsdp.fully_shard -> fsdp2.api.fully_shard.fully_shard" in done.stderr
 
 
 @pytest.mark.full  # 8 s
@@ -486,7 +482,7 @@ def test_a_module_runs_as_python_would_run_it(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("value = 8")
     done = run("-m", "fsdp2.compat", "-m", "package.program", "x", folder=tmp_path)
     path = str(tmp_path / "package" / "program.py")
-    expected = ["__main__", path, f"['{path}', 'x']", "fsdp2.core.shard", "8"]
+    expected = ["__main__", path, f"['{path}', 'x']", "fsdp2.api.fully_shard", "8"]
     assert (done.returncode, done.stdout) == (3, "|".join(expected) + "\n"), done.stderr
 
 

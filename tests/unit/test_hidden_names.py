@@ -29,7 +29,6 @@ NOT_TORCHS = {
     "argparse": ("_actions", "_SubParsersAction"),
     "named tuples": ("_fields", "_make"),
     "what fsdp2 writes on objects of others": (
-        "_fsdp2_action",
         "_fsdp2_registry",
         "_fsdp_delivered",
         "_fsdp_flattened",

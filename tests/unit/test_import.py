@@ -25,7 +25,7 @@ def test_tools_are_not_imported_with_the_package() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
     imported = json.loads(done.stdout)
     tools = ("estimating", "explaining", "facts", "timeline", "metrics", "doctor", "commands", "progress")
-    assert "fsdp2.core.module" in imported
+    assert "fsdp2.api.module" in imported
     assert not [name for name in imported if name.startswith(tuple(f"fsdp2.tools.{each}" for each in tools))]
     others = {name.partition(".")[0] for name in imported} - {"fsdp2", "torch"}
     assert not others & {"rich", "yaml", "matplotlib", "http", "urllib"}, others

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import fsdp2
 from fsdp2 import FSDPRuntimeError, FSDPTypeError, fully_shard, get_cls_to_fsdp_cls
-from fsdp2.features.other_words import INSTEAD
+from fsdp2.api.other_words import INSTEAD
 from tests.harness.fake import FakeWorlds
 from tests.unit.helpers import for_each
 

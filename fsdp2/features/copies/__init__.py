@@ -1,3 +1,4 @@
-"""Deep copies of sharded modules, of their states, and of parameters that were sharded."""
+"""Deep copies of states, and of parameters that were sharded."""
 
-import fsdp2.features.copies.modules  # noqa: F401  with what it imports, this fills ports of the core
+import fsdp2.features.copies.predecessors
+import fsdp2.features.copies.states  # noqa: F401  these fill ports of the core

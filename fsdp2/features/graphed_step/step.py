@@ -15,8 +15,7 @@ from fsdp2 import _torch, _torch_compiler
 from fsdp2.arguments import ANYTHING, at_least, checked
 from fsdp2.core.agreement import compared_over
 from fsdp2.core.group import FSDPParamGroup, free_cleared_gradients
-from fsdp2.core.module import FSDPModule
-from fsdp2.core.state import states_below_all
+from fsdp2.core.state import state_of, states_below_all
 from fsdp2.core.trees import map_tensors, tensors_in
 from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError, FSDPValueError
 from fsdp2.features.graphed_step.arguments import described, refuse_differentiable, static
@@ -443,7 +442,7 @@ def _keep_addresses(modules: Sequence[nn.Module]) -> None:
             root.set_keep_unsharded_storage(True)
 
 
-def _refuse_below_roots(roots: Sequence[FSDPModule]) -> None:
+def _refuse_below_roots(roots: Sequence[Any]) -> None:
     for each in roots:
         state = each._get_fsdp_state()
         if state.root is not None and not state.is_root:
@@ -452,7 +451,7 @@ def _refuse_below_roots(roots: Sequence[FSDPModule]) -> None:
             )
 
 
-def _topmost(module: nn.Module) -> list[FSDPModule]:
-    if isinstance(module, FSDPModule):
+def _topmost(module: nn.Module) -> list[Any]:
+    if state_of(module) is not None:
         return [module]
     return [root for child in module.children() for root in _topmost(child)]

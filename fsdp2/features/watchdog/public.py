@@ -15,7 +15,6 @@ from fsdp2 import _torch
 from fsdp2._remedies import FEWER
 from fsdp2.arguments import at_least, checked
 from fsdp2.core.group import FSDPParamGroup
-from fsdp2.core.module import ON_SHARDING
 from fsdp2.core.places import FAILED, PLACE, RECORDED, RESTARTED
 from fsdp2.core.root import ABANDON, Abandon
 from fsdp2.core.transport import among, is_alone
@@ -65,7 +64,7 @@ def set_watchdog(seconds: float = 10.0, *, dump_signal: int | None = None) -> No
     listen(dump_signal)
     _CHOSEN.seconds = float(seconds)
     if _CHOSEN.watchdog is not None:
-        _CHOSEN.watchdog.stop()
+        stop()
         start()
 
 
@@ -82,7 +81,13 @@ def start() -> None:
         gloo_p2p.LOST = _OfWatchdog()
 
 
-def _stop() -> None:
+def stop() -> None:
+    """End the thread, if there is one."""
+    if _CHOSEN.watchdog is not None:
+        _CHOSEN.watchdog.stop()
+
+
+def _end() -> None:
     watchdog = _CHOSEN.watchdog
     if watchdog is None:
         return
@@ -93,8 +98,7 @@ def _stop() -> None:
                 LOG.error("This error may come of it that the processes of the ranks %s are gone.", gone)
 
 
-atexit.register(_stop)  # a thread that is in the store when Python goes would end the process
-ON_SHARDING.append(start)
+atexit.register(_end)  # a thread that is in the store when Python goes would end the process
 
 
 def _refuse_if_alone(groups: Iterable[FSDPParamGroup]) -> None:

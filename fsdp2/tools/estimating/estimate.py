@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp2.api.policies import CPUOffloadPolicy, OffloadChoice
 from fsdp2.arguments import ANYTHING, checked
-from fsdp2.core.offload_choice import OffloadChoice
-from fsdp2.core.options import CPUOffloadPolicy, MixedPrecisionPolicy
+from fsdp2.core.options import MixedPrecisionPolicy
 from fsdp2.core.state import Strategy
 from fsdp2.errors import FSDPTypeError
 from fsdp2.features.accumulation import Kept

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2.core.offload_choice import OffloadChoice, offload_choice
+from fsdp2.api.policies import OffloadChoice, offload_choice
 from fsdp2.core.options import MixedPrecisionPolicy
 from fsdp2.core.state import Strategy
 from fsdp2.errors import FSDPTypeError, FSDPValueError

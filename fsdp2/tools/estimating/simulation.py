@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp2 import _torch
+from fsdp2.api import fully_shard as shard
 from fsdp2.core import mesh as meshes
-from fsdp2.core import shard
 from fsdp2.errors import FSDPRuntimeError
 
 

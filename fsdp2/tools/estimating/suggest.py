@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp2.api.policies import CPUOffloadPolicy
 from fsdp2.arguments import ANYTHING, checked
-from fsdp2.core.options import CPUOffloadPolicy, MixedPrecisionPolicy
+from fsdp2.core.options import MixedPrecisionPolicy
 from fsdp2.features.accumulation import Kept
 from fsdp2.tools.estimating.estimate import DEFAULT_HARDWARE, answer, request_of
 from fsdp2.tools.estimating.hardware import Hardware

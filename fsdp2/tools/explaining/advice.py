@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from fsdp2.core.shown import dtype_name
+from fsdp2.api.shown import dtype_name
 from fsdp2.tools.explaining.similar import similar_groups
 from fsdp2.tools.facts.data import ModelFacts
 from fsdp2.tools.quantities import shown_bytes, shown_names

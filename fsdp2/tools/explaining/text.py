@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from fsdp2.core.shown import dtype_name
+from fsdp2.api.shown import dtype_name
 from fsdp2.tools.explaining.advice import Advice
 from fsdp2.tools.explaining.similar import SimilarGroups, similar_groups
 from fsdp2.tools.facts.data import ExchangeFacts, GroupFacts, ModelFacts, ParamFacts

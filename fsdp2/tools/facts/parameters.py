@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp2.api.shown import dtype_name, placement_name
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.layout import BufferLayout, Slot, direct_threshold_bytes
 from fsdp2.core.param import FSDPParam
 from fsdp2.core.plan import GatherPlan, ReducePlan
-from fsdp2.core.shown import dtype_name, placement_name
 from fsdp2.tools.facts.data import MeshAxis, ParamFacts, Way
 from fsdp2.tools.quantities import shown_bytes
 

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2
+from fsdp2.api import unwrap as unwrapping
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.root import FSDPRoot
-from fsdp2.features import unwrap as unwrapping
 from tests.harness import multi_rank
 from tests.harness.internals import ISSUE_GATHER
 

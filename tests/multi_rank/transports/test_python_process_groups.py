@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from fsdp2.core.module import get_cls_to_fsdp_cls
+from fsdp2.api.module import get_cls_to_fsdp_cls
 from tests.harness import Reference, adamw, assert_trains_like, multi_rank, tolerance_for
 from tests.harness.models import MLP, UNEVEN_MLP
 from tests.harness.threads import Threads

@@ -11,14 +11,8 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
 from fsdp2 import FSDPTypeError, FSDPValueError
-from fsdp2.core.options import (
-    CPUOffloadPolicy,
-    DataParallelMeshDims,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    mixed_precision,
-    offload,
-)
+from fsdp2.api.policies import CPUOffloadPolicy, OffloadPolicy, mixed_precision, offload
+from fsdp2.core.options import DataParallelMeshDims, MixedPrecisionPolicy
 from tests.unit.helpers import for_each
 
 NAMES = ("param_dtype", "reduce_dtype", "output_dtype")

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import CPUOffloadPolicy, FSDPRuntimeError, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from fsdp2.api.policies import offloading_of
 from fsdp2.core.mesh import DataParallelMesh, mesh_info
-from fsdp2.core.offload_choice import offloading_of
 from fsdp2.core.state import ShardArguments, forget_state, state_of, states_below, states_below_all
 from tests.harness import fake_world
 from tests.unit.helpers import for_each

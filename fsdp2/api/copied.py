@@ -10,9 +10,9 @@ from typing import Any, NoReturn
 from torch import nn
 
 from fsdp2 import _torch
-from fsdp2.core.functions import gather_around
+from fsdp2.api.calls import gather_around
+from fsdp2.api.installed import install_once
 from fsdp2.core.hooks import STATE
-from fsdp2.core.module import COMPLETED, ON_SHARDING, REDUCED, mix_in
 from fsdp2.core.state import FSDPState, state_of
 from fsdp2.errors import FSDPNotImplementedError
 from fsdp2.features.copies.predecessors import link_copies
@@ -39,17 +39,18 @@ class _Attributes(dict[str, Any]):
 
 
 class _MadeAgain:
-    """Makes an instance of ``original``, of no attributes yet, with the class that `fully_shard` would give it.
+    """Makes an instance of ``original``, of no attributes yet, to which ``mix_in`` gives the class of sharded ones.
 
     `copy.deepcopy` calls it. Pickles begin with it, and end there: a process group cannot be pickled.
     """
 
-    def __init__(self, original: type) -> None:
+    def __init__(self, original: type, mix_in: Callable[[nn.Module], None]) -> None:
         self._original = original
+        self._mix_in = mix_in
 
     def __call__(self, cls: type, *arguments: Any) -> nn.Module:
         module: nn.Module = self._original.__new__(self._original, *arguments)
-        mix_in(module)
+        self._mix_in(module)
         return module
 
     def __reduce__(self) -> NoReturn:
@@ -60,8 +61,12 @@ class _MadeAgain:
         )
 
 
-def reduced(module: Any, original: type, reduce: Callable[[int], Any], protocol: int) -> tuple[Any, ...]:
+def reduced(
+    module: Any, original: type, reduce: Callable[[int], Any], protocol: int, mix_in: Callable[[nn.Module], None]
+) -> tuple[Any, ...]:
     """What ``module`` is copied by, whose class was ``original``; ``reduce`` is that class's own way.
+
+    ``mix_in`` gives a copy the class that `fully_shard` would.
 
     Raises:
         FSDPNotImplementedError: that class does not leave it to Python how an instance is made.
@@ -74,7 +79,7 @@ def reduced(module: Any, original: type, reduce: Callable[[int], Any], protocol:
             "fully_shard, or load its state_dict() into a second one."
         )
     attributes = _Attributes(how[2]) if type(how[2]) is dict else how[2]
-    return _MadeAgain(original), how[1], attributes, *how[3:]
+    return _MadeAgain(original, mix_in), how[1], attributes, *how[3:]
 
 
 def completed() -> None:
@@ -87,9 +92,4 @@ def completed() -> None:
             gather_around(module, name)
         for module in state.modules:
             _torch.map_state(module, state)
-        for action in ON_SHARDING:
-            action()
-
-
-REDUCED.fill(reduced)
-COMPLETED.fill(completed)
+        install_once()

@@ -14,25 +14,22 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
-from fsdp2.core.mesh import SHARDED
-from fsdp2.core.module import ON_SHARDING, FSDPModule
+from fsdp2.core.hooks import STATE
 from fsdp2.core.param import FSDPParam, fsdp_param_of
-from fsdp2.core.state import MISUSE, Misuse
+from fsdp2.core.running import CALLS, frames_from, methods_of
 from fsdp2.core.trees import tensors_in
 from fsdp2.errors import FSDPError, FSDPRuntimeError, FSDPTypeError
+from fsdp2.features.whole_operators import is_ours
 
 _DATA_PARALLEL = nn.parallel.DistributedDataParallel.__init__.__code__.co_filename
-_CALLS = frozenset({"_call_impl", "_fsdp_captured_call", "wrapped"})
-"""The methods of sharded modules that gather."""
-
 _MIXED = "got mixed torch.Tensor and DTensor"
 _ALIASING = "Input-to-input aliasing detected"
 _NOT_RESIZABLE = "Trying to resize storage that is not resizable"
@@ -42,11 +39,17 @@ Running = Sequence[tuple[Any, FrameType]]
 """Objects whose methods run, with the frames of these: the innermost first."""
 
 
-def explain_errors() -> None:
+def explain_errors() -> list[_torch.Undo]:
     """From now on, errors of DTensor's that sharded parameters meet are explained."""
-    _torch.handle_operators(dict.fromkeys(_torch.collective_operators(), _refuse_collective))
-    if _Hook.former is None:
+    if sys.excepthook is not _excepthook:
         _Hook.former, sys.excepthook = sys.excepthook, _excepthook
+    collectives = dict.fromkeys(_torch.collective_operators(), _refuse_collective)
+    return [_print_errors_alone, _torch.handle_operators(collectives)]
+
+
+def _print_errors_alone() -> None:
+    if sys.excepthook is _excepthook and _Hook.former is not None:
+        sys.excepthook, _Hook.former = _Hook.former, None
 
 
 class _Hook:
@@ -87,14 +90,14 @@ def explanation_of(error: BaseException) -> FSDPError | None:
     said = " ".join(each for each in error.args if isinstance(each, str))  # others may hold tensors without memory
     if _ALIASING in said or _NOT_RESIZABLE in said:
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        is_in_call = any(isinstance(self, FSDPModule) for self, _ in _methods_of(frames))
+        is_in_call = any(STATE in self.__dict__ for self, _ in methods_of(frames))
         return _of_memory(said) if is_in_call else None
     is_ragged = isinstance(error, FSDPError) and _RAGGED in said
     if not is_ragged and (type(error) is not RuntimeError or _MIXED not in said):
         return None
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
     outside = frames[-1].f_back if frames else None
-    running = [*_methods_of(frames), *_methods_of(_frames(outside))]
+    running = [*methods_of(frames), *methods_of(frames_from(outside))]
     calls = [(self, frame) for self, frame in running if isinstance(self, nn.Module)]
     params = _parameters_at(frames[0] if frames else None, calls)
     if not params or (is_ragged and not calls):  # whose own message is about tensors
@@ -141,7 +144,7 @@ def _cause(param: FSDPParam, calls: Running) -> str:
         )
     module, _ = calls[position]
     methods = [frame.f_code.co_name for each, frame in calls if each is module]
-    if _CALLS.intersection(methods):
+    if CALLS.intersection(methods):
         return (
             f"It happened inside a call of {owner}, which gathers its parameters: this is a gradient, or a parameter "
             "that was resharded meanwhile, as by reshard(); leave that out, or call unshard() after it."
@@ -196,9 +199,9 @@ def refuse_data_parallel() -> None:
     Raises:
         FSDPTypeError: it is.
     """
-    for frame in _frames(sys._getframe()):
+    for frame in frames_from(sys._getframe()):
         if frame.f_code.co_filename == _DATA_PARALLEL and any(
-            isinstance(self, nn.parallel.DistributedDataParallel) for self, _ in _methods_of([frame])
+            isinstance(self, nn.parallel.DistributedDataParallel) for self, _ in methods_of([frame])
         ):
             raise FSDPTypeError(
                 "DistributedDataParallel got a model that fully_shard was called on, which averages its gradients "
@@ -208,73 +211,5 @@ def refuse_data_parallel() -> None:
             )
 
 
-# ---- state dicts ---------------------------------------------------------------------------------
-
-
-def refuse_inside_of_a_pass(root: Any, modules: Sequence[nn.Module], name: str) -> None:
-    """Refuse to look at the parameters of ``modules``, called ``name``, while a forward or backward uses them.
-
-    Raises:
-        FSDPRuntimeError: one of ``root`` or of ``modules`` runs.
-    """
-    running = running_pass(root, modules)
-    if running is not None:
-        raise FSDPRuntimeError(
-            f"state_dict(), load_state_dict() or a conversion (such as to()) of '{name}' was called inside a "
-            f"{running} of {root.name}, which computes with its unsharded parameters: they would be taken away from "
-            "it. Call it between iterations, on all ranks."
-        )
-
-
-def running_pass(root: Any, modules: Sequence[nn.Module]) -> Literal["forward", "backward"] | None:
-    """Which pass of ``root``, or of one of its ``modules`` by itself, the calling code is inside of, if of any."""
-    iteration = root.iteration
-    if iteration.in_backward and _torch.backward_is_running():
-        return "backward"
-    in_forward = iteration.in_forward or any(
-        self in modules
-        for frame in _frames(sys._getframe())
-        if frame.f_code.co_name in _CALLS
-        for self, _ in _methods_of([frame])
-    )
-    return "forward" if in_forward else None
-
-
-# ---- the call stack ------------------------------------------------------------------------------
-
-
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """Those that run, from ``frame`` outwards."""
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _methods_of(frames: Iterable[FrameType]) -> Iterator[tuple[Any, FrameType]]:
-    """Those of ``frames`` that are methods of modules, which are read from their local variables.
-
-    Before Python 3.13 a frame whose variables are read keeps all that they hold, until they are read again or it ends:
-    where nothing has failed, only frames of torch and of this package are to be given.
-    """
-    for frame in frames:
-        code = frame.f_code
-        self = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-        if isinstance(self, nn.Module):
-            method = getattr(type(self), code.co_name, None)
-            if code.co_varnames[0] == "self" or getattr(method, "__code__", None) is code:  # no function of a module
-                yield self, frame
-
-
 def _name(module: nn.Module) -> str:
     return type(module).__name__.removeprefix("FSDP")
-
-
-def is_ours(tensor: DTensor) -> bool:
-    """Whether ``tensor`` is cut, and lies on a mesh that something was sharded over."""
-    spec = _torch.spec_of(tensor)
-    partition = any(map(_torch.is_shard, spec.placements))
-    return partition and spec.mesh in SHARDED and not _torch.local_of(tensor).is_meta
-
-
-MISUSE.fill(Misuse(explanation_of, refuse_data_parallel, refuse_inside_of_a_pass))
-ON_SHARDING.append(explain_errors)

@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from fsdp2.core.mesh import DataParallelMesh, DataParallelMeshInfo, replicating_info
-from fsdp2.core.module import SET_STRATEGY
-from fsdp2.core.shard import INFO_FOR
 from fsdp2.core.state import FSDPState, Strategy
 from fsdp2.errors import FSDPValueError
 
@@ -128,7 +126,3 @@ def set_strategy(strategy: Strategy, states: Sequence[FSDPState]) -> None:
         _refuse_switch(strategy, state.mesh, state.name)
     for state in states:
         state.reshard_after_forward, state.reshard_after_backward = reshard_policy
-
-
-INFO_FOR.fill(info_for)
-SET_STRATEGY.fill(set_strategy)

@@ -6,8 +6,8 @@ import dataclasses
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any, NoReturn, cast
 from weakref import WeakValueDictionary
@@ -16,7 +16,13 @@ import torch
 from torch import nn
 
 from fsdp2 import _torch, _torch_compiler
+from fsdp2.api.copied import completed, reduced
+from fsdp2.api.misuse import explanation_of, refuse_data_parallel
+from fsdp2.api.shown import on_one_line
+from fsdp2.api.zero_stages import set_strategy
 from fsdp2.arguments import ANYTHING, Rule, checked, is_number, shown
+from fsdp2.compiled.entry import prepares_graphs
+from fsdp2.compiled.support import explained_conversion
 from fsdp2.core.agreement import refuse_finalization
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.hooks import STATE
@@ -31,13 +37,12 @@ from fsdp2.core.options import (
     denominator_of,
 )
 from fsdp2.core.param import refuse_share_memory
-from fsdp2.core.ports import Port, missing
 from fsdp2.core.root import ABANDON, FSDPRoot, Unit
-from fsdp2.core.shown import on_one_line
-from fsdp2.core.state import MISUSE, FSDPState, Strategy, state_of, states_below
+from fsdp2.core.state import FSDPState, Strategy, state_of, states_below
 from fsdp2.core.structure import NO_FORWARD
 from fsdp2.core.traits import give_traits, traits_of
 from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPValueError
+from fsdp2.features.custom_collectives import set_in_memory
 
 # What the asynchronous methods of `FSDPModule` return, to be waited for.
 
@@ -131,32 +136,6 @@ _EVENT = Rule("a recorded event, or None", lambda value: type(value) not in _NO_
 def get_cls_to_fsdp_cls() -> Mapping[type, type]:
     """The classes of sharded modules by their original classes, as long as there are modules of them."""
     return _CLASSES
-
-
-ON_SHARDING: list[Callable[[], None]] = []
-"""A port: what is to be installed once in a process; called whenever a module was sharded, or a sharded one copied."""
-
-PREPARES_GRAPHS: Port[Callable[[], Callable[[Any], Any]]] = Port(lambda: lambda module: None)
-"""Makes what prepares a compiled call of a sharded module: a context manager around it, which says whether the module's
-hooks are to be part of a graph (``is_captured``); or None."""
-
-EXPLAINED_CONVERSION: Port[Callable[[FSDPState], AbstractContextManager[None]]] = Port(lambda state: nullcontext())
-"""Around what converts or moves the parameters of a state, to explain why it fails."""
-
-REDUCED: Port[Callable[[Any, type, Callable[[int], Any], int], Any]] = Port(missing("copies"))
-"""How a sharded module of that original class, with that class's ``__reduce_ex__``, is copied."""
-
-COMPLETED: Port[Callable[[], None]] = Port(missing("copies"))
-"""A copy has got its attributes."""
-
-
-SET_IN_MEMORY: Port[Callable[[Iterable[FSDPParamGroup], str, str | None, bool], None]] = Port(
-    missing("custom_collectives")
-)
-"""Lets groups communicate in memory of a kind, or no more: see the methods that call it."""
-
-SET_STRATEGY: Port[Callable[[Any, list[FSDPState]], None]] = Port(missing("zero_stages"))
-"""Lets states reshard as a strategy says."""
 
 
 class FSDPModule:
@@ -269,7 +248,7 @@ class FSDPModule:
             FSDPValueError: no such strategy; or from ``"replicate"`` to another or back, which `unwrap` followed by
                 `fully_shard` does.
         """
-        SET_STRATEGY.filling(strategy, list(_states(self, recurse)))
+        set_strategy(strategy, list(_states(self, recurse)))
         for group in _groups(self, recurse):
             group.rest_on_all_ranks()
 
@@ -677,7 +656,7 @@ class FSDPModule:
             FSDPRuntimeError: a custom collective is set, which allocates itself.
         """
         groups, method = _groups(self, recurse=False), "set_allocate_memory_from_process_group_for_comm"
-        SET_IN_MEMORY.filling(groups, method, None, enable)
+        set_in_memory(groups, method, None, enable)
 
     @checked()
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
@@ -689,7 +668,7 @@ class FSDPModule:
         """
         if backend != "NCCL":
             raise FSDPValueError(f"set_symm_mem_for_comm knows the backend 'NCCL' only, got {backend!r}.")
-        SET_IN_MEMORY.filling(_groups(self, recurse=False), "set_symm_mem_for_comm", backend, True)
+        set_in_memory(_groups(self, recurse=False), "set_symm_mem_for_comm", backend, True)
 
     @checked()
     def set_communication_memory_pool(self, enable: bool) -> None:
@@ -814,7 +793,7 @@ class FSDPModule:
         try:
             state.calls += 1
             compiler = _torch_compiler.frame_callback()
-            if compiler and (call := PREPARES_GRAPHS.filling()(self)) is not None:
+            if compiler and (call := prepares_graphs()(self)) is not None:
                 with call:
                     if not call.is_captured:
                         return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
@@ -826,7 +805,7 @@ class FSDPModule:
             return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
         except BaseException as error:
             state.forward_failed(self)  # type: ignore[arg-type]
-            explained = MISUSE.filling.explanation_of(error)
+            explained = explanation_of(error)
             if explained is not None:
                 raise explained from error
             raise
@@ -843,7 +822,7 @@ class FSDPModule:
             each.quiesce()
         params = [param for group in state.unit for param in group.params]
         traits = [traits_of(param.sharded) for param in params]
-        with EXPLAINED_CONVERSION.filling(state):
+        with explained_conversion(state):
             module = super()._apply(fn, recurse)  # type: ignore[misc]
         for param, own in zip(params, traits, strict=True):
             for mapping, name in param.registrations:
@@ -865,7 +844,7 @@ class FSDPModule:
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
         """What ``DistributedDataParallel`` asks for first."""
-        MISUSE.filling.refuse_data_parallel()
+        refuse_data_parallel()
         raise AttributeError("_ddp_params_and_buffers_to_ignore")
 
     # -- copies
@@ -880,12 +859,12 @@ class FSDPModule:
             FSDPRuntimeError: inside a forward or backward, or while gradients wait for their reduction.
             FSDPNotImplementedError: the original class copies itself in a way of its own.
         """
-        return REDUCED.filling(self, _original_class(type(self)), super().__reduce_ex__, int(protocol))
+        return reduced(self, _original_class(type(self)), super().__reduce_ex__, int(protocol), mix_in)
 
     def __setstate__(self, attributes: Any) -> None:
         """The end of copying."""
         super().__setstate__(attributes)  # type: ignore[misc]
-        COMPLETED.filling()
+        completed()
 
 
 def _state(module: FSDPModule) -> FSDPState:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar, overload
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
@@ -13,6 +13,20 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from fsdp2 import _torch
+from fsdp2.api.installed import install_once
+from fsdp2.api.module import FSDPModule, mix_in
+from fsdp2.api.other_words import instead_of
+from fsdp2.api.policies import (
+    OffloadChoice,
+    OffloadPolicy,
+    module_policy,
+    offload_choice,
+    offload_policies,
+    offloading_of,
+    policy_or_function,
+)
+from fsdp2.api.tied_weights import Use, check_tied, take_tied
+from fsdp2.api.zero_stages import info_for, set_strategy
 from fsdp2.arguments import ANYTHING, checked
 from fsdp2.core.buffers import Offloading
 from fsdp2.core.gather import GATHERS_ITSELF, RESTS
@@ -20,31 +34,10 @@ from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.hooks import STATE
 from fsdp2.core.kept import registered_outside
 from fsdp2.core.mesh import DataParallelMesh, DataParallelMeshInfo, default_mesh, mesh_info
-from fsdp2.core.module import ON_SHARDING, SET_STRATEGY, FSDPModule, mix_in
-from fsdp2.core.offload_choice import OffloadChoice, offload_choice, offload_policies, offloading_of
-from fsdp2.core.options import (
-    OTHER_WORDS,
-    DataParallelMeshDims,
-    MixedPrecisionPolicy,
-    ModulePolicy,
-    OffloadPolicy,
-    PolicyFunction,
-    module_policy,
-    policy_or_function,
-)
-from fsdp2.core.param import (
-    FSDPParam,
-    Registration,
-    WriteCounter,
-    fsdp_param_of,
-    is_subclass,
-    local_data,
-    replacement_of,
-)
-from fsdp2.core.ports import Port, missing
+from fsdp2.core.options import DataParallelMeshDims, MixedPrecisionPolicy, ModulePolicy, PolicyFunction
+from fsdp2.core.param import FSDPParam, Registration, WriteCounter, is_subclass, local_data
 from fsdp2.core.root import Unit
 from fsdp2.core.sharding import (
-    Partition,
     Sharding,
     ShardPlacementFn,
     check_policy_callable,
@@ -55,69 +48,13 @@ from fsdp2.core.state import FSDPState, ShardArguments, Strategy, refuse_own_nam
 from fsdp2.core.structure import module_paths, refuse_container
 from fsdp2.core.trees import refuse_unknown_arguments
 from fsdp2.errors import FSDPTypeError, FSDPValueError
+from fsdp2.features.tensor_extensions import check_extension
+from fsdp2.features.whole_states import take_rows
 
 Module = TypeVar("Module", bound=nn.Module)
 
 _MIXED_PRECISION = MixedPrecisionPolicy()
 _OFFLOAD = OffloadPolicy()
-
-
-INFO_FOR: Port[Callable[[Any, Any, Any, Callable[[], DataParallelMeshInfo]], DataParallelMeshInfo]] = Port(
-    missing("zero_stages")
-)
-"""How a strategy uses the mesh, beside ``reshard_after_forward`` and ``shard_placement_fn``."""
-
-
-Use = tuple[nn.Module, str, str]
-"""A module, the name of one of its own parameters, and that parameter's fully qualified name."""
-
-
-class Tied(NamedTuple):
-    """A parameter that another call has sharded, and that modules of this one hold too."""
-
-    original: nn.Parameter
-    uses: list[Use]
-    owner: FSDPParam
-
-
-class Ties:
-    """Weights tied across calls: here refused."""
-
-    def take(
-        self,
-        found: dict[nn.Parameter, list[Use]],
-        ignored: frozenset[nn.Parameter],
-        managed: Sequence[nn.Module],
-        module: nn.Module,
-    ) -> list[Tied]:
-        """Take the tied parameters out of ``found``; check the others."""
-        if any(fsdp_param_of(parameter) or replacement_of(parameter) is not None for parameter in found):
-            missing("tied_weights")()
-        return []
-
-    def check(
-        self,
-        tied: Sequence[Tied],
-        arguments: ShardArguments,
-        policies: Sequence[MixedPrecisionPolicy],
-        places: Sequence[Offloading],
-        name: str,
-    ) -> None:
-        """Refuse a second call that says otherwise than the first."""
-
-
-TIES: Port[Ties] = Port(Ties())
-
-
-def _as_it_is(*_: Any) -> None:
-    """torch says what it cannot load."""
-
-
-WHOLE_STATES: Port[Callable[..., None]] = Port(_as_it_is)
-"""What ``load_state_dict`` does before anything is loaded into a module with sharded parameters: a hook of modules."""
-
-CHECK_EXTENSION: Port[Callable[[torch.Tensor, Partition, int, str], None]] = Port(missing("tensor_extensions"))
-"""Refuses a tensor that gathers itself, and cannot be sharded so over that many ranks; with its name for messages."""
 
 
 @overload
@@ -147,7 +84,7 @@ def fully_shard(
     strategy: Strategy | None = ...,
 ) -> list[Module]: ...
 @checked(
-    lambda word: OTHER_WORDS.filling.instead_of(word),
+    instead_of,
     mesh=ANYTHING,
     reshard_after_forward=ANYTHING,
     shard_placement_fn=ANYTHING,
@@ -264,7 +201,7 @@ def fully_shard(
     _refuse_lazy(found, modules[0])
     # Of those that other calls have sharded, or replaced, something is noted on the parameter.
     is_fresh = not ignored and not any([parameter.__dict__ for parameter in found])
-    tied = [] if is_fresh else TIES.filling.take(found, ignored, managed, modules[0])
+    tied = [] if is_fresh else take_tied(found, ignored, managed, modules[0])
     name = type(modules[0]).__name__
     everywhere = dict.fromkeys(each for sharded in modules for each in sharded.modules())
     kept = registered_outside(everywhere, set(managed), {each: uses[0][2] for each, uses in found.items()})
@@ -277,7 +214,7 @@ def fully_shard(
     refuse_unknown_arguments(policy.inputs, modules)
     with torch.inference_mode(False):  # parameters made under inference mode could never be trained
         if tied:
-            TIES.filling.check(tied, arguments, policy.of_parameters[len(found) :], places[len(found) :], name)
+            check_tied(tied, arguments, policy.of_parameters[len(found) :], places[len(found) :], name)
         shardings = _shardings(found, arguments, name)
         unit = _shard(found, shardings, managed, arguments, policy, places, name, kept.places)
         for each in tied:
@@ -287,13 +224,12 @@ def fully_shard(
         param.group.register_in(param, place)
     state = FSDPState(modules, unit, policy, arguments, ignored)
     if strategy is not None:
-        SET_STRATEGY.filling(strategy, [state])
+        set_strategy(strategy, [state])
     for each_module in modules:
         mix_in(each_module)
     state.module_hooks.mark(managed)
-    state.module_hooks.handle_state_dicts(state, modules, managed if unit else (), WHOLE_STATES.filling)
-    for action in ON_SHARDING:
-        action()
+    state.module_hooks.handle_state_dicts(state, modules, managed if unit else (), take_rows)
+    install_once()
     return module
 
 
@@ -308,7 +244,7 @@ def _mesh_info(
 
     if strategy is None:
         return without_strategy()
-    return INFO_FOR.filling(strategy, reshard_after_forward, shard_placement_fn, without_strategy)
+    return info_for(strategy, reshard_after_forward, shard_placement_fn, without_strategy)
 
 
 def _refuse_lazy(found: dict[nn.Parameter, list[Use]], module: nn.Module) -> None:
@@ -353,7 +289,7 @@ def _requested_sharding(
     sharding = sharding_of(parameter, *requested_placement(shard_placement_fn, parameter, fqn, default), where)
     data = local_data(parameter)
     if (type(data) is not torch.Tensor or data.__dict__) and GATHERS_ITSELF.filling(data):
-        CHECK_EXTENSION.filling(data, sharding.partition, sharding.mesh.shard_size, where)
+        check_extension(data, sharding.partition, sharding.mesh.shard_size, where)
     return sharding
 
 

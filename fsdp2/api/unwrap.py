@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import torch
@@ -11,22 +11,20 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from fsdp2 import _torch
+from fsdp2.api.module import mix_out
 from fsdp2.arguments import checked
 from fsdp2.core import agreement
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.mesh import DataParallelMesh
-from fsdp2.core.module import mix_out
 from fsdp2.core.param import FSDPParam, fsdp_param_of, is_subclass, mark_replaced
 from fsdp2.core.root import roots_of
 from fsdp2.core.state import FSDPState, forget_state, states_below
 from fsdp2.core.traits import carry_over
 from fsdp2.errors import FSDPError, FSDPNotImplementedError, FSDPRuntimeError, FSDPValueError
 from fsdp2.features.whole_tensors import Former, Part, note_former_sharding, unsharded_like, whole_tensors
+from fsdp2.optim.guard import rekey
 
 Module = TypeVar("Module", bound=nn.Module)
-
-ON_UNWRAPPED: list[Callable[[Optimizer], None]] = []
-"""Called with each optimizer that is to go on with the whole parameters."""
 
 
 @checked()
@@ -81,8 +79,7 @@ def unwrap(module: Module, *, optimizers: Iterable[Optimizer] = ()) -> Module:
         whole.add(group)
         waiting = _made_plain(waiting, whole)
     for optimizer in optimizers:
-        for action in ON_UNWRAPPED:
-            action(optimizer)
+        rekey(optimizer)
     return module
 
 

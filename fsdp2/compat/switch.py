@@ -1,12 +1,12 @@
-"""``FSDP2_COMPAT=1``: fsdp2 in the place of torch's FSDP, in every process that inherits the variable.
+"""How processes that a program starts have the swap: by what they inherit of their environment.
 
 Workers of Ray, processes that `torch.multiprocessing.spawn` starts, commands: a program cannot call
-`fsdp2.compat.install` in processes that a library starts. torch itself calls what a package registers under the entry
-point ``torch.backends``, at the end of ``import torch``, in every process; fsdp2 registers `watch`. (For backends torch
-made it, but it is the one place where code may ask to run after torch, with nothing written into site-packages.
-``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` turns all of it off.)
+`fsdp2.compat.install` in processes that a library starts. ``python -m fsdp2.compat`` puts the folder ``children`` on
+their ``PYTHONPATH`` instead. Python imports the `sitecustomize` in it as it starts, which loads this file by its path,
+and watches for torch. Processes that do not import torch notice nothing. (With ``-E``, ``-I`` or ``-S`` Python looks at
+no ``PYTHONPATH``, or imports no `sitecustomize`.)
 
-This module lies beside the package, as importing it must cost nothing where the variable is not set.
+This file imports nothing of fsdp2, which would import torch.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
-from importlib.metadata import entry_points
 from types import ModuleType
 
 VARIABLE = "FSDP2_COMPAT"
 KEEP_FSDP1 = "keep-fsdp1"
 """Its value that leaves ``FullyShardedDataParallel`` to torch."""
-_PUBLIC = "torch.distributed.fsdp"
+CHILDREN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "children")
+"""The folder that is put on ``PYTHONPATH``."""
 
 
 def switched_on() -> bool:
@@ -40,27 +40,21 @@ def switched_on() -> bool:
     return value in ("1", KEEP_FSDP1)
 
 
+def reach_children(*, fsdp1: bool) -> None:
+    """Let the processes that this one starts from now on have the swap, and those that they start."""
+    os.environ[VARIABLE] = "1" if fsdp1 else KEEP_FSDP1
+    if not _is_on_path():
+        before = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = f"{CHILDREN}{os.pathsep}{before}" if before else CHILDREN
+
+
 def reaches_children() -> bool:
-    """Whether torch will call `watch` in the processes that this one starts."""
-    registered = any(each.value == f"{__name__}:watch" for each in entry_points(group="torch.backends"))
-    return registered and os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1"
+    """Whether `reach_children` was called here, or where this process comes from."""
+    return _is_on_path() and switched_on()
 
 
-def watch() -> None:
-    """Install the swap as soon as ``torch.distributed.fsdp`` is imported, if ``FSDP2_COMPAT`` asks for it."""
-    watched = any(isinstance(each, AfterImport) and each.then is _install for each in sys.meta_path)
-    if watched or not switched_on():
-        return
-    if _PUBLIC in sys.modules:
-        _install(sys.modules[_PUBLIC])
-    else:
-        AfterImport([_PUBLIC], _install).start()
-
-
-def _install(module: ModuleType) -> None:
-    from fsdp2.compat.swap import put_in_place
-
-    put_in_place(fsdp1=os.environ[VARIABLE] != KEEP_FSDP1)
+def _is_on_path() -> bool:
+    return CHILDREN in os.environ.get("PYTHONPATH", "").split(os.pathsep)
 
 
 class AfterImport(importlib.abc.MetaPathFinder):

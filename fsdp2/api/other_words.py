@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdp2.core.options import OTHER_WORDS, OtherWords
-
 _BLOCKS = "call fully_shard on each block and then on the model, or fsdp2.auto_shard(model, blocks=BlockClass)"
 _STRATEGIES = (
     "FULL_SHARD is the default, SHARD_GRAD_OP is reshard_after_forward=False, NO_SHARD is strategy='replicate', "
@@ -73,6 +71,3 @@ def explain_offload(policy: Any) -> str:
         return ""
     ours = "CPUOffloadPolicy" if getattr(policy, "offload_params", False) else "OffloadPolicy"
     return f"That is FSDP1's CPUOffload: write fsdp2.{ours}()."
-
-
-OTHER_WORDS.fill(OtherWords(instead_of, explain_mixed_precision, explain_offload))
