@@ -62,7 +62,7 @@ def test_mismatch_is_found_in_the_right_step() -> None:
 
 
 @multi_rank(2, 4)
-@for_each("rows", [1, 5, 8])
+@pytest.mark.parametrize("rows", [1, 5, 8])
 def test_shards_are_compared_with_their_part(rows: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
     whole = torch.arange(rows * 3.0).view(rows, 3)
