@@ -194,6 +194,17 @@ def trace_through_checkpoints() -> None:
     dynamo_config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
 
 
+def guard_attributes() -> None:
+    """Let graphs of sharded modules depend on their attributes as those of other modules do.
+
+    By default Dynamo takes what FSDP manages for immutable, and numbers in its lists for sizes, of which ``1 in self.skip``
+    is no guard: a changed list runs the graph of the old one.
+    """
+    import torch._dynamo.config as dynamo_config
+
+    dynamo_config.skip_fsdp_guards = False
+
+
 def keep_static(tensors: Iterable[torch.Tensor]) -> None:
     """Let graphs take the sizes of ``tensors`` for constants, also under ``dynamic=True``, and not for the batch's."""
     import torch._dynamo

@@ -247,6 +247,7 @@ _OF_FEATURES: dict[str, tuple[str, ...]] = {
         "torch._dynamo.types:FrameAction.DEFAULT",
         "torch._dynamo.types:FrameExecStrategy",
         "torch._dynamo.config:skip_fwd_side_effects_in_bwd_under_checkpoint",
+        "torch._dynamo.config:skip_fsdp_guards",
         "torch._dynamo:mark_static",
     ),
     OVERLAP: (

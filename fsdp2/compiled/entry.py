@@ -72,6 +72,7 @@ def _set_up_compiler() -> None:
     _torch_compiler.need_compiler()
     _torch_compiler.call_opaquely(unshard)
     _torch_compiler.trace_through_checkpoints()
+    _torch_compiler.guard_attributes()
     _torch_compiler.reorder_graphs(overlap, source_hash())
 
 

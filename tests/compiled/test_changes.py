@@ -368,6 +368,7 @@ def test_a_child_sharded_after_its_parent_was_called_is_refused() -> None:
         fully_shard(model, ignored_params=set(model.blocks[0].parameters()))
         called = whole(model, graphs.backend())
         step_once(called, 0, dist.get_rank())
+        model.zero_grad()
         fully_shard(model.blocks[0])
         with pytest.raises(Exception, match="nothing has prepared"):
             step_once(called, 1, 0)
@@ -562,3 +563,35 @@ def test_what_a_step_has_computed_before_a_backward_that_raises(policy: Any) -> 
             step_once(each, 3, dist.get_rank())
         assert_same_gradients(models, "after the failure")
         assert len(graphs.forward) == len(graphs.backward) == 1
+
+
+class Skipping(nn.Module):
+    def __init__(self, skip: Any) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.skip = skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            if number not in self.skip:
+                x = x + block(x)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo's own, of what it looks at
+@multi_rank(2)
+@pytest.mark.parametrize("kind", [list, tuple])
+@pytest.mark.parametrize("units", [True, False])
+def test_numbers_in_a_list_of_the_program_change(units: bool, kind: Callable[..., Any]) -> None:
+    """What is not guarded by itself by Dynamo in modules that FSDP manages: the graph of the old list would run."""
+    torch.manual_seed(0)
+    model, plain = Skipping(kind()), Skipping(kind())
+    plain.load_state_dict(model.state_dict())
+    if units:
+        for block in model.blocks:
+            fully_shard(block)
+    compiled = torch.compile(fully_shard(model), backend="eager")
+    for skip in ((), (1,), (0,), (0, 2), (1,)):
+        model.skip = plain.skip = kind(skip)
+        x = torch.randn(2, WIDTH)
+        assert_equal(f"output without {skip}", compiled(x), plain(x))
