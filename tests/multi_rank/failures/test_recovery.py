@@ -644,7 +644,6 @@ def test_a_gather_fails_between_a_forward_and_its_backward(forward_between: bool
     assert_same_gradients(model, plain)
 
 
-@pytest.mark.full
 @multi_rank(2)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_settings_can_change_after_a_failure(where: str, world_size: int) -> None:
