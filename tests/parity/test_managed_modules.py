@@ -153,6 +153,16 @@ def test_a_registered_method_casts_and_reshards_like_forward() -> None:
 
 
 @multi_rank(2)
+def test_a_registered_method_of_another_object_stays_that_objects() -> None:
+    model, other = shard(CODER), CODER.build()
+    model.encode = other.encode
+    API.register_fsdp_forward_method(model, "encode")
+    x = torch.randn(2, WIDTH)
+    other.inner = nn.Identity()
+    assert torch.equal(model.encode(x), other.encode(x))
+
+
+@multi_rank(2)
 def test_registering_a_method_of_a_plain_module_does_nothing() -> None:
     module = Layer("a", 4)
     before = module.also
