@@ -258,11 +258,3 @@ def test_under_a_launcher_the_process_group_is_made(monkeypatch: pytest.MonkeyPa
         assert dist.is_initialized() and dist.get_world_size() == 1
     finally:
         dist.destroy_process_group()
-
-
-@multi_rank(2)
-def test_a_sparse_tensor_is_refused() -> None:
-    module = nn.Linear(2, 2)
-    module.register_buffer("adjacency", torch.eye(3).to_sparse())
-    with pytest.raises(FSDPNotImplementedError, match="'adjacency' is a Tensor of layout torch.sparse_coo"):
-        broadcast_parameters(module)
