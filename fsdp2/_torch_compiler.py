@@ -197,8 +197,8 @@ def trace_through_checkpoints() -> None:
 def guard_attributes() -> None:
     """Let graphs of sharded modules depend on their attributes as those of other modules do.
 
-    By default Dynamo takes what FSDP manages for immutable, and numbers in its lists for sizes: ``1 in self.skip`` is no
-    guard then, and a changed list runs the graph of the old one.
+    By default Dynamo takes what FSDP manages for immutable, and numbers in its lists for sizes: ``1 in self.skip`` is
+    no guard then, and a changed list runs the graph of the old one.
     """
     import torch._dynamo.config as dynamo_config
 
