@@ -19,6 +19,8 @@ from typing import Any
 
 from torch import nn
 
+from fsdp2.core.param import fsdp_param_of
+
 PIPELINING = ("torch.distributed.pipelining.stage", "torch.distributed.pipelining.schedules")
 """They ask the states of data-parallel stages of any kind, and reduce their gradients."""
 STATE_DICTS = ("torch.distributed.checkpoint.state_dict", "torch.distributed.optim.named_optimizer")
@@ -150,6 +152,31 @@ def pipelined(ours: Any, torchs: Any, ours_class: type) -> Callable[..., Any]:
 
     fully_shard.state = state  # type: ignore[attr-defined]
     return fully_shard
+
+
+SPLIT_BACKWARDS = ("stage_backward_input", "stage_backward_weight")
+"""Of `PIPELINING`: the halves of a zero-bubble schedule's backward. They look for the nodes of the weights in a graph."""
+
+
+def gathering(torchs: Callable[..., Any]) -> Callable[..., Any]:
+    """One of `SPLIT_BACKWARDS`, given unsharded weights, also where the forward before has resharded them.
+
+    Sharded ones are in no graph, and would get no gradient. Collective, as stages of all ranks of a mesh go alike.
+    """
+
+    @functools.wraps(torchs)
+    def split_backward(*args: Any, **kwargs: Any) -> Any:
+        given = [_unsharded(each) if isinstance(each, Iterator) else each for each in args]
+        return torchs(*given, **{k: _unsharded(v) if isinstance(v, Iterator) else v for k, v in kwargs.items()})
+
+    return split_backward
+
+
+def _unsharded(weights: Iterator[nn.Parameter]) -> Iterator[nn.Parameter]:
+    found = [(weight, fsdp_param_of(weight)) for weight in weights]
+    for group in dict.fromkeys(param.group for _, param in found if param is not None):
+        group.sharers[0].modules[0].unshard(async_op=True).wait()
+    return iter([weight if param is None else param.unsharded for weight, param in found])
 
 
 def both_states(ours: Any, torchs: Callable[[nn.Module], Any], ours_class: type, offloading: str) -> Callable[..., Any]:

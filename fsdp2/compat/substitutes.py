@@ -109,7 +109,13 @@ class Substitutes:
         self._in |= dict.fromkeys(modules, table)
 
     def learn(self, module: ModuleType) -> None:
-        """What ``module``, which not every program loads, defines: what Lightning and transformers ask of a model."""
+        """What ``module``, which not every program loads, defines: what Lightning and transformers ask of a model.
+
+        And how pipelining splits a backward.
+        """
+        if module.__name__ in bridges.PIPELINING and self._has_fully_shard:
+            for name in bridges.SPLIT_BACKWARDS:
+                self._learn(module, name, bridges.gathering)
         if self._wrapper is None:
             return
         if module.__name__ in bridges.LIGHTNING:
@@ -123,7 +129,7 @@ class Substitutes:
         if theirs is None or id(theirs) in self._torchs:
             return
         pair = Counterpart(name, theirs, make(theirs))
-        self._everywhere[id(theirs)] = pair
+        self._in.get(module.__name__, self._everywhere)[id(theirs)] = pair
         self._torchs[id(pair.ours)] = (pair.ours, theirs)
 
     def of_fully_shard(self, value: object) -> object:
