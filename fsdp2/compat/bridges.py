@@ -19,8 +19,6 @@ from typing import Any
 
 from torch import nn
 
-from fsdp2.core.param import fsdp_param_of
-
 PIPELINING = ("torch.distributed.pipelining.stage", "torch.distributed.pipelining.schedules")
 """They ask the states of data-parallel stages of any kind, and reduce their gradients."""
 STATE_DICTS = ("torch.distributed.checkpoint.state_dict", "torch.distributed.optim.named_optimizer")
@@ -155,28 +153,25 @@ def pipelined(ours: Any, torchs: Any, ours_class: type) -> Callable[..., Any]:
 
 
 SPLIT_BACKWARDS = ("stage_backward_input", "stage_backward_weight")
-"""Of `PIPELINING`: the halves of a zero-bubble schedule's backward. They look for the nodes of the weights in a graph."""
+"""Of `PIPELINING`: the halves of a zero-bubble schedule's backward. They look for weights in a graph."""
 
 
-def gathering(torchs: Callable[..., Any]) -> Callable[..., Any]:
-    """One of `SPLIT_BACKWARDS`, given unsharded weights, also where the forward before has resharded them.
+def gathering(torchs: Callable[..., Any], ours_class: Any) -> Callable[..., Any]:
+    """One of `SPLIT_BACKWARDS`, which finds the stage unsharded, although the forward before may have resharded it.
 
-    Sharded ones are in no graph, and would get no gradient. Collective, as stages of all ranks of a mesh go alike.
+    Sharded weights are in no graph, and would get no gradient. It is given ``submod.parameters()``, which has looked
+    up none yet. Collective, as stages of all ranks of a mesh go alike.
     """
 
     @functools.wraps(torchs)
     def split_backward(*args: Any, **kwargs: Any) -> Any:
-        given = [_unsharded(each) if isinstance(each, Iterator) else each for each in args]
-        return torchs(*given, **{k: _unsharded(v) if isinstance(v, Iterator) else v for k, v in kwargs.items()})
+        stage = sys._getframe(1).f_locals["self"]  # whose method calls it, or a lambda in that
+        for module in stage.submod.modules():
+            if isinstance(module, ours_class):
+                module.unshard(async_op=True).wait()  # not as one's that a program computes with, outside of forward
+        return torchs(*args, **kwargs)
 
     return split_backward
-
-
-def _unsharded(weights: Iterator[nn.Parameter]) -> Iterator[nn.Parameter]:
-    found = [(weight, fsdp_param_of(weight)) for weight in weights]
-    for group in dict.fromkeys(param.group for _, param in found if param is not None):
-        group.sharers[0].modules[0].unshard(async_op=True).wait()
-    return iter([weight if param is None else param.unsharded for weight, param in found])
 
 
 def both_states(ours: Any, torchs: Callable[[nn.Module], Any], ours_class: type, offloading: str) -> Callable[..., Any]:

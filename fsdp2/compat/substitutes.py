@@ -37,6 +37,7 @@ class Substitutes:
         self._inside_fsdp1: dict[int, Counterpart] = {}
         self._torchs = {id(pair.ours): (pair.ours, pair.torchs) for pair in everywhere.values()}
         self._wrapper = everywhere.get("FullyShardedDataParallel")
+        self._module = everywhere.get("FSDPModule")
         self._has_fully_shard = "fully_shard" in everywhere  # else it is of FSDP1 alone, or of nothing
         if self._has_fully_shard:
             self._serve_replicated(everywhere)
@@ -113,9 +114,10 @@ class Substitutes:
 
         And how pipelining splits a backward.
         """
-        if module.__name__ in bridges.PIPELINING and self._has_fully_shard:
+        if module.__name__ in bridges.PIPELINING and self._module is not None:
+            ours = self._module.ours
             for name in bridges.SPLIT_BACKWARDS:
-                self._learn(module, name, bridges.gathering)
+                self._learn(module, name, lambda theirs: bridges.gathering(theirs, ours))
         if self._wrapper is None:
             return
         if module.__name__ in bridges.LIGHTNING:

@@ -97,7 +97,7 @@ PIPELINES = [
         # With torch's FSDP2 it loses gradients, silently: `stage_backward_input` looks for weights among `parameters()`
         # before the backward that gathers them.
         "InterleavedZeroBubble --reshard-after-forward",
-        "ZBVZeroBubble",
+        "ZBVZeroBubble --reshard-after-forward",
         "DualPipeV",
     )
 ]

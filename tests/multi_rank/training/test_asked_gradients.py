@@ -175,9 +175,9 @@ def test_a_stage_that_pipelining_takes_for_a_plain_module_splits_no_backward(kin
     inputs = batch_of(0).requires_grad_()
     outputs = model(inputs)
     half = {"stage_output": [outputs], "output_grads": [torch.ones_like(outputs)], "input_values": [inputs]}
-    with fsdp2.compat.install() if kind == "layers only" else contextlib.nullcontext():
-        with pytest.raises(RuntimeError) as caught:
-            stage.backward_maybe_with_nosync("input", half)
+    installed = fsdp2.compat.install() if kind == "layers only" else contextlib.nullcontext()
+    with installed, pytest.raises(RuntimeError) as caught:
+        stage.backward_maybe_with_nosync("input", half)
     assert isinstance(caught.value.__cause__, FSDPRuntimeError)
     sharded = {"not installed": "FSDPSequential: itself", "layers only": "Sequential: 0"}[kind]
     assert f"does not know that its module is sharded ({sharded})" in str(caught.value.__cause__)
