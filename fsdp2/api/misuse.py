@@ -33,6 +33,7 @@ _DATA_PARALLEL = nn.parallel.DistributedDataParallel.__init__.__code__.co_filena
 _MIXED = "got mixed torch.Tensor and DTensor"
 _ALIASING = "Input-to-input aliasing detected"
 _NOT_RESIZABLE = "Trying to resize storage that is not resizable"
+_CALL = nn.Module.__call__.__name__
 _RAGGED = "dealt out otherwise than torch.chunk does"
 
 Running = Sequence[tuple[Any, FrameType]]
@@ -102,10 +103,12 @@ def explanation_of(error: BaseException) -> FSDPError | None:
     params = _parameters_at(frames[0] if frames else None, calls)
     if not params or (is_ragged and not calls):  # whose own message is about tensors
         return None
-    names = " or ".join(f"'{param.path}'" for param in params[:3])
+    names = " or ".join([f"'{param.path}'" for param in params[:3]] + ["others"] * (len(params) > 3))
+    cause = _cause(params[0], calls)
+    if len({param.group for param in params}) > 1:
+        return FSDPRuntimeError(f"one of the sharded parameters {names} met plain tensors ({error}) {cause}")
     return FSDPRuntimeError(
-        f"parameter {names} of {params[0].group_name} is sharded, and met plain tensors ({error}) "
-        f"{_cause(params[0], calls)}"
+        f"parameter {names} of {params[0].group_name} is sharded, and met plain tensors ({error}) {cause}"
     )
 
 
@@ -137,9 +140,16 @@ def _cause(param: FSDPParam, calls: Running) -> str:
     owner = _name(owners[0])
     if position is None:
         module, frame = calls[-1]
+        method = "forward" if frame.f_code.co_name in (*CALLS, _CALL) else frame.f_code.co_name
+        around = next((each for each, _ in calls if STATE in each.__dict__), None)
+        other = (
+            f"call fully_shard on {_name(module)} too, bottom-up"
+            if around is None
+            else f"leave out fully_shard of it, so that a call of {_name(around)} gathers it"
+        )
         return (
-            f"{_name(module)}.{frame.f_code.co_name}() was called, and only a call of {owner}, which fully_shard was "
-            f"called on, gathers it. Call that module; or call fully_shard on {_name(module)} too, bottom-up; or call "
+            f"{_name(module)}.{method}() was called, and only a call of {owner}, which fully_shard was "
+            f"called on, gathers it. Call that module; or {other}; or call "
             f"unshard() of that {owner} before, and reshard() after."
         )
     module, _ = calls[position]
@@ -163,17 +173,23 @@ def _cause(param: FSDPParam, calls: Running) -> str:
 
 
 def _parameters_at(frame: FrameType | None, calls: Running) -> list[FSDPParam]:
-    """The sharded parameters that the innermost ``frame`` holds; else those of the innermost modules that have any."""
+    """The sharded parameters that the innermost ``frame`` holds; else those of the innermost module that has any.
+
+    Or of modules below it, which it reads itself: those that its code may name, as far as can be told.
+    """
     values = [] if frame is None else list(frame.f_locals.values())
     found = [fsdp_param_of(each) for each in values if isinstance(each, DTensor)]
     held = list(dict.fromkeys(each for each in found if each is not None))
     if held:
         return held
-    for module, _ in calls:
-        for each in (module, *module.modules()):
-            own = [fsdp_param_of(parameter) for parameter in each._parameters.values() if parameter is not None]
-            if any(own):
-                return [param for param in own if param is not None]
+    for module, reader in calls:
+        named = [(name, fsdp_param_of(parameter)) for name, parameter in module.named_parameters()]
+        below = [(name, param) for name, param in named if param is not None]
+        own = [param for name, param in below if "." not in name]
+        words = {*reader.f_code.co_names, *map(str, reader.f_code.co_consts)}
+        read = [param for name, param in below if words.issuperset(name.split("."))]
+        if below:
+            return own or read or [param for _, param in below]
     return []
 
 

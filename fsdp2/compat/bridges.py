@@ -152,6 +152,28 @@ def pipelined(ours: Any, torchs: Any, ours_class: type) -> Callable[..., Any]:
     return fully_shard
 
 
+SPLIT_BACKWARDS = ("stage_backward_input", "stage_backward_weight")
+"""Of `PIPELINING`: the halves of a zero-bubble schedule's backward. They look for weights in a graph."""
+
+
+def gathering(torchs: Callable[..., Any], ours_class: Any) -> Callable[..., Any]:
+    """One of `SPLIT_BACKWARDS`, which finds the stage unsharded, although the forward before may have resharded it.
+
+    Sharded weights are in no graph, and would get no gradient. It is given ``submod.parameters()``, which has looked
+    up none yet. Collective, as stages of all ranks of a mesh go alike.
+    """
+
+    @functools.wraps(torchs)
+    def split_backward(*args: Any, **kwargs: Any) -> Any:
+        stage = sys._getframe(1).f_locals["self"]  # whose method calls it, or a lambda in that
+        for module in stage.submod.modules():
+            if isinstance(module, ours_class):
+                module.unshard(async_op=True).wait()  # not as one's that a program computes with, outside of forward
+        return torchs(*args, **kwargs)
+
+    return split_backward
+
+
 def both_states(ours: Any, torchs: Callable[[nn.Module], Any], ours_class: type, offloading: str) -> Callable[..., Any]:
     """``_get_module_fsdp_state``, for modules of both. Torch's own, at ``offloading``, goes on seeing its own only."""
 

@@ -37,6 +37,7 @@ class Substitutes:
         self._inside_fsdp1: dict[int, Counterpart] = {}
         self._torchs = {id(pair.ours): (pair.ours, pair.torchs) for pair in everywhere.values()}
         self._wrapper = everywhere.get("FullyShardedDataParallel")
+        self._module = everywhere.get("FSDPModule")
         self._has_fully_shard = "fully_shard" in everywhere  # else it is of FSDP1 alone, or of nothing
         if self._has_fully_shard:
             self._serve_replicated(everywhere)
@@ -109,7 +110,14 @@ class Substitutes:
         self._in |= dict.fromkeys(modules, table)
 
     def learn(self, module: ModuleType) -> None:
-        """What ``module``, which not every program loads, defines: what Lightning and transformers ask of a model."""
+        """What ``module``, which not every program loads, defines: what Lightning and transformers ask of a model.
+
+        And how pipelining splits a backward.
+        """
+        if module.__name__ in bridges.PIPELINING and self._module is not None:
+            ours = self._module.ours
+            for name in bridges.SPLIT_BACKWARDS:
+                self._learn(module, name, lambda theirs: bridges.gathering(theirs, ours))
         if self._wrapper is None:
             return
         if module.__name__ in bridges.LIGHTNING:
@@ -123,7 +131,7 @@ class Substitutes:
         if theirs is None or id(theirs) in self._torchs:
             return
         pair = Counterpart(name, theirs, make(theirs))
-        self._everywhere[id(theirs)] = pair
+        self._in.get(module.__name__, self._everywhere)[id(theirs)] = pair
         self._torchs[id(pair.ours)] = (pair.ours, theirs)
 
     def of_fully_shard(self, value: object) -> object:

@@ -7,15 +7,21 @@ refuses. So does the way to the node that takes a parameter's gradient, on which
 
 from __future__ import annotations
 
+import itertools
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from fsdp2 import _torch
+from fsdp2.core.hooks import STATE
 from fsdp2.core.param import fsdp_param_of
-from fsdp2.errors import FSDPNotImplementedError
+from fsdp2.core.running import frames_from
+from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError
 
+_PIPELINING, _DEPTH = "torch.distributed.pipelining.stage", 10
 _EXPAND = torch.ops.aten.expand.default
 
 
@@ -26,6 +32,8 @@ def serve() -> list[_torch.Undo]:
 
 def _run_backward(run: Callable[..., Any], outputs: Any, *args: Any, accumulate_grad: bool, **kwargs: Any) -> Any:
     """A backward, or `torch.autograd.grad`."""
+    if not accumulate_grad and _PIPELINING in sys.modules:
+        _refuse_split_backward()
     *front, inputs = args[:4]
     params = [param for each in inputs if (param := fsdp_param_of(each)) is not None]
     params = [param for param in params if param.unsharded is not None and param.unsharded.requires_grad]
@@ -52,6 +60,32 @@ def _run_backward(run: Callable[..., Any], outputs: Any, *args: Any, accumulate_
             "meant."
         )
     return asked
+
+
+def _refuse_split_backward() -> None:
+    """Refuse the first half of a zero-bubble schedule's backward, of a stage that pipelining takes for a plain module.
+
+    Our modules would reshard and reduce at its end, and miss what the other half hands out.
+
+    Raises:
+        FSDPRuntimeError: it is that.
+    """
+    for frame in itertools.islice(frames_from(sys._getframe(1)), _DEPTH):
+        if frame.f_globals.get("__name__") != _PIPELINING or "self" not in frame.f_locals:
+            continue
+        stage = getattr(frame.f_locals["self"], "submod", None)
+        if not isinstance(stage, nn.Module) or isinstance(stage, frame.f_globals["FSDPModule"]):
+            return
+        sharded = next((name or "itself" for name, each in stage.named_modules() if STATE in each.__dict__), None)
+        if sharded is not None:
+            raise FSDPRuntimeError(
+                "torch.distributed.pipelining split the backward of a stage into one for inputs and one for weights, "
+                f"and does not know that its module is sharded ({type(stage).__name__}: {sharded}): gradients would be "
+                "lost. "
+                "Call fsdp2.compat.install() first, and fully_shard on the stage's module itself, after the layers in "
+                "it; or take a schedule that does not split backwards, as Schedule1F1B or ScheduleInterleaved1F1B."
+            )
+        return
 
 
 def _expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

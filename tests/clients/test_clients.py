@@ -93,10 +93,11 @@ PIPELINES = [
         "GPipe",
         "1F1B --reshard-after-forward",
         "Interleaved1F1B",
-        # Not with --reshard-after-forward: zero-bubble schedules then lose gradients, silently, with torch's FSDP2 too.
-        # They look for weights among `parameters()` before the backward that gathers them (`stage_backward_input`).
         "InterleavedZeroBubble",
-        "ZBVZeroBubble",
+        # With torch's FSDP2 it loses gradients, silently: `stage_backward_input` looks for weights among `parameters()`
+        # before the backward that gathers them.
+        "InterleavedZeroBubble --reshard-after-forward",
+        "ZBVZeroBubble --reshard-after-forward",
         "DualPipeV",
     )
 ]

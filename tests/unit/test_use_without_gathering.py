@@ -97,6 +97,29 @@ def test_a_submodule_is_called_whose_parameters_are_anothers(capsys: pytest.Capt
     assert "only a call of Sequential, which fully_shard was called on, gathers it" in said and "unshard()" in said
 
 
+class Reader(nn.Module):
+    """Its forward calls one child, and computes with the weight of the other itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called, self.read = nn.Linear(4, 18), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.read.weight + self.called(torch.ones(4)).view(3, 6)).T
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_parent_reads_a_parameter_of_a_child(whole: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    model = Reader()
+    for unit in (model.called, model.read, *([model] if whole else [])):
+        fully_shard(unit)
+    said = explained(capsys, lambda: model(VECTORS))
+    assert "one of the sharded parameters 'called.weight' or 'read.weight' met plain tensors" in said or not whole
+    assert "Reader.forward() was called, and only a call of Linear" in said and "_call_impl" not in said
+    remedy = "leave out fully_shard of it, so that a call of Reader" if whole else "call fully_shard on Reader too"
+    assert remedy in said
+
+
 def test_forward_is_called_directly_with_rows_that_are_not_chunks(capsys: pytest.CaptureFixture[str]) -> None:
     model = fully_shard(nn.Sequential(nn.Linear(6, 7)), shard_placement_fn=lambda parameter: fsdp2.RowBlocks(5))
     assert isinstance(model[0].weight, fsdp2.RaggedDTensor)

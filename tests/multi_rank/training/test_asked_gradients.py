@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,7 +13,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp2 import FSDPNotImplementedError, fully_shard
+import fsdp2.compat
+from fsdp2 import FSDPNotImplementedError, FSDPRuntimeError, fully_shard
 from tests.harness import multi_rank
 from tests.harness.shared.ways import WAYS
 from tests.multi_rank.training.helpers import assert_same_gradients
@@ -158,3 +160,24 @@ def test_the_node_of_a_sharded_parameter_s_gradient_is_refused() -> None:
         for compare in (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss):
             compare(parameter, parameter.detach().clone() + 1).backward()
         assert parameter.grad is not None
+
+
+@pytest.mark.parametrize("kind", ["not installed", "layers only"])
+@multi_rank(2)
+def test_a_stage_that_pipelining_takes_for_a_plain_module_splits_no_backward(kind: str, world_size: int) -> None:
+    """Zero-bubble schedules. With `fsdp2.compat.install` and the stage sharded they train: tests/clients."""
+    from torch.distributed.pipelining import PipelineStage
+
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    fully_shard(layers[0])
+    model = fully_shard(layers) if kind == "not installed" else layers
+    stage = PipelineStage(model, dist.get_rank(), world_size, torch.device("cpu"))
+    inputs = batch_of(0).requires_grad_()
+    outputs = model(inputs)
+    half = {"stage_output": [outputs], "output_grads": [torch.ones_like(outputs)], "input_values": [inputs]}
+    installed = fsdp2.compat.install() if kind == "layers only" else contextlib.nullcontext()
+    with installed, pytest.raises(RuntimeError) as caught:
+        stage.backward_maybe_with_nosync("input", half)
+    assert isinstance(caught.value.__cause__, FSDPRuntimeError)
+    sharded = {"not installed": "FSDPSequential: itself", "layers only": "Sequential: 0"}[kind]
+    assert f"does not know that its module is sharded ({sharded})" in str(caught.value.__cause__)
