@@ -83,7 +83,7 @@ def _refuse_split_backward() -> None:
                 f"and does not know that its module is sharded ({type(stage).__name__}: {sharded}): gradients would be "
                 "lost. "
                 "Call fsdp2.compat.install() first, and fully_shard on the stage's module itself, after the layers in "
-                "it; or take a schedule that does not split backwards, as Schedule1F1B or ScheduleInterleaved1F1B."
+                "it."
             )
         return
 
