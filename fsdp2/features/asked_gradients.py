@@ -70,8 +70,10 @@ def _refuse_split_backward() -> None:
     Raises:
         FSDPRuntimeError: it is that.
     """
+    is_split = False  # pipelining asks for gradients of inputs once before a run, too, to see their shapes
     for frame in itertools.islice(frames_from(sys._getframe(1)), _DEPTH):
-        if frame.f_globals.get("__name__") != _PIPELINING or "self" not in frame.f_locals:
+        is_split |= frame.f_code.co_name == "stage_backward_input"
+        if not is_split or frame.f_globals.get("__name__") != _PIPELINING or "self" not in frame.f_locals:
             continue
         stage = getattr(frame.f_locals["self"], "submod", None)
         if not isinstance(stage, nn.Module) or isinstance(stage, frame.f_globals["FSDPModule"]):
@@ -81,9 +83,8 @@ def _refuse_split_backward() -> None:
             raise FSDPRuntimeError(
                 "torch.distributed.pipelining split the backward of a stage into one for inputs and one for weights, "
                 f"and does not know that its module is sharded ({type(stage).__name__}: {sharded}): gradients would be "
-                "lost. "
-                "Call fsdp2.compat.install() first, and fully_shard on the stage's module itself, after the layers in "
-                "it."
+                "lost. Call fsdp2.compat.install() first, and fully_shard on the stage's module itself, after the "
+                "layers in it; or take a schedule that does not split backwards, as Schedule1F1B."
             )
         return
 

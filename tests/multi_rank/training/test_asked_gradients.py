@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2.compat
 from fsdp2 import FSDPNotImplementedError, FSDPRuntimeError, fully_shard
@@ -181,3 +182,23 @@ def test_a_stage_that_pipelining_takes_for_a_plain_module_splits_no_backward(kin
     assert isinstance(caught.value.__cause__, FSDPRuntimeError)
     sharded = {"not installed": "FSDPSequential: itself", "layers only": "Sequential: 0"}[kind]
     assert f"does not know that its module is sharded ({sharded})" in str(caught.value.__cause__)
+
+
+@multi_rank(2)
+def test_schedules_that_split_no_backward_need_no_install() -> None:
+    """Before a run pipelining asks for gradients of inputs, to see their shapes: that is no split backward."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    rank = dist.get_rank()
+    model = fully_shard(copy.deepcopy(plain[rank]), mesh=mesh["dp"])
+    stage = PipelineStage(model, rank, 2, torch.device("cpu"), group=mesh["pp"].get_group())
+    schedule = Schedule1F1B(stage, 2, loss_fn=nn.functional.mse_loss)
+    inputs, targets = torch.randn(2, 4, 3)
+    schedule.step(*((inputs,) if rank == 0 else ()), **({} if rank == 0 else {"target": targets}))
+    for given, wanted in zip(inputs.chunk(2), targets.chunk(2), strict=True):
+        (nn.functional.mse_loss(plain(given), wanted) / 2).backward()
+    for mine, other in zip(model.parameters(), plain[rank].parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.to_local(), other.grad)
