@@ -1,6 +1,7 @@
 """All that is done to the process, beside the model, when something is sharded; and how it is taken back.
 
-`import fsdp2` does none of it. Each line says what it touches, and why.
+`import fsdp2` does none of it. Each line says what it touches, and why. (What a first compiled call sets in Dynamo's
+configuration, for the whole process and to stay, is in `compiled.entry`.)
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ def pipelined(ours: Any, torchs: Any, ours_class: type) -> Callable[..., Any]:
 
 
 SPLIT_BACKWARDS = ("stage_backward_input", "stage_backward_weight")
-"""Of `PIPELINING`: the halves of a zero-bubble schedule's backward. They look for weights in a graph."""
+"""Functions of pipelining: the two halves of a zero-bubble schedule's backward. They look for weights in the graph."""
 
 
 def gathering(torchs: Callable[..., Any], ours_class: Any) -> Callable[..., Any]:

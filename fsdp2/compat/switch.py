@@ -82,10 +82,11 @@ class AfterImport(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Import's question to every finder in turn."""
-        if fullname not in self._watched:
+        if fullname not in self._watched or self not in sys.meta_path:
             return None
-        for finder in sys.meta_path:
-            spec = finder.find_spec(fullname, path, target) if finder is not self else None
+        # Those after this one: the others have been asked. (Two that watch one module would ask each other for ever.)
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
+            spec = finder.find_spec(fullname, path, target)
             if spec is not None:
                 self._watch(spec)
                 return spec

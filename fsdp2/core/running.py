@@ -46,14 +46,14 @@ def running_pass(root: Any, modules: Sequence[nn.Module]) -> Literal["forward", 
 
 
 def frames_from(frame: FrameType | None) -> Iterator[FrameType]:
-    """Those that run, from ``frame`` outwards."""
+    """``frame``, its caller, and so on outwards."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
 def methods_of(frames: Iterable[FrameType]) -> Iterator[tuple[Any, FrameType]]:
-    """Those of ``frames`` that are methods of modules, which are read from their local variables.
+    """The modules and frames of methods among ``frames``, as the frames' local variables tell.
 
     Before Python 3.13 a frame whose variables are read keeps all that they hold, until they are read again or it ends:
     where nothing has failed, only frames of torch and of this package are to be given.

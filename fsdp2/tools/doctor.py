@@ -96,7 +96,7 @@ def _lines(finding: Finding, width: int) -> list[str]:
 
 
 def versions() -> Iterator[Finding]:
-    """Of Python, fsdp2, torch and its backends."""
+    """The versions of Python, fsdp2 and torch, and the backends of this torch."""
     values = {"fsdp2": fsdp2.__version__, "python": platform.python_version()}
     where = f"{platform.system()} {platform.machine()}"
     yield Finding("fsdp2", "ok", f"fsdp2 {values['fsdp2']}, Python {values['python']} on {where}.", values=values)
@@ -140,7 +140,7 @@ def about_torch(version: str) -> Finding:
 
 
 def devices() -> Iterator[Finding]:
-    """Those that ranks would compute on, and what others use of their memory."""
+    """The devices that ranks would compute on, and how much of their memory is in use."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         yield Finding("device", "note", f"There is no accelerator: ranks compute on {os.cpu_count()} cores.")
@@ -191,7 +191,7 @@ SLOW: dict[str, tuple[Callable[[str], bool], str]] = {
 
 
 def variables(environ: Environment | None = None) -> Iterator[Finding]:
-    """Those of fsdp2, the launcher, NCCL, gloo and CUDA that are set."""
+    """Which variables of fsdp2, the launcher, NCCL, gloo and CUDA are set."""
     environ = os.environ if environ is None else environ
     known = {variable.name: variable for variable in environment.VARIABLES}
     for sentence in environment.unknown(environ).values():

@@ -22,6 +22,7 @@ from fsdp2.compat.fsdp1.flat_checkpoints import (
     write_optimizer,
 )
 from fsdp2.compat.fsdp1.layout import FlatLayout, ParamEntry, UnitEntries, lay_out, units_of
+from tests.fsdp1.helpers.files import put_together
 from tests.fsdp1.helpers.flat import (
     OPTIMIZERS,
     full_state_dict,
@@ -172,18 +173,6 @@ def sharded_optimizer_state(model: Any, optimizer: torch.optim.Optimizer) -> dic
     with quiet(), FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         state = FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]
     return {name: {key: put_together(value) for key, value in kept.items()} for name, kept in state.items() if kept}
-
-
-def put_together(value: Any) -> Any:
-    if not hasattr(value, "local_shards"):
-        return value
-    with quiet():
-        whole = torch.zeros(value.shape, dtype=value.dtype)
-        for shard in value.local_shards():
-            start = shard.metadata.shard_offsets[0]
-            whole[start : start + shard.tensor.shape[0]] = shard.tensor
-    dist.all_reduce(whole)
-    return whole
 
 
 # ---- without ranks ----------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ three settings do together is what drawn programs are for (`multi_rank/combinati
 
 Of the numbers of ranks in ``@multi_rank(2, 4)`` the short suite runs the smallest, and of a test that runs on torch's
 FSDP1 as well as on ours it has ours: torch's does not change with this package. Of a ``seed`` it has the first eight
-values. A test that is marked ``every_combination`` is run as a whole.
+values. A test that is marked ``every_combination``, or needs a GPU, is run as a whole.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import itertools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 import pytest
+
+from tests.harness.device import CPU, DEVICE
 
 RANKS = "world_size"
 SEED = "seed"
@@ -50,19 +52,24 @@ def thin_out(items: Iterable[pytest.Function]) -> list[pytest.Function]:
     """Mark what the short suite leaves out as full; returns what no suite runs."""
     by_function: dict[str, list[pytest.Function]] = {}
     for item in items:
-        if item.get_closest_marker("every_combination") is None and hasattr(item, "callspec"):
+        if hasattr(item, "callspec") and not _is_run_whole(item):
             by_function.setdefault(item.nodeid.split("[")[0], []).append(item)
     dropped: list[pytest.Function] = []
     for every in by_function.values():
-        pairs = set(covering([_values(item) for item in every], together=2))
-        kept = [item for index, item in enumerate(every) if index in pairs]
-        dropped += [item for index, item in enumerate(every) if index not in pairs]
-        candidates = [item for item in kept if _may_be_short(item, every)]
+        candidates = _on_fewest_ranks([item for item in every if _may_be_short(item)])
         short = {id(candidates[index]) for index in covering([_values(item) for item in candidates])}
-        for item in kept:
+        pairs = {id(every[index]) for index in covering([_values(item) for item in every], together=2)}
+        for item in every:
             if id(item) not in short:
                 item.add_marker(pytest.mark.full)
+                if id(item) not in pairs:
+                    dropped.append(item)
     return dropped
+
+
+def _is_run_whole(item: pytest.Function) -> bool:
+    """Tests that say so; and on a device all, whose minutes are rare, and whose tests are few."""
+    return any(item.get_closest_marker(mark) is not None for mark in ("every_combination", "gpu")) or DEVICE != CPU
 
 
 def _values(item: pytest.Function) -> dict[str, int]:
@@ -70,13 +77,15 @@ def _values(item: pytest.Function) -> dict[str, int]:
     return {name: id(value) for name, value in item.callspec.params.items()}
 
 
-def _may_be_short(item: pytest.Function, every: Sequence[pytest.Function]) -> bool:
-    """Whether the short suite may run this combination."""
+def _may_be_short(item: pytest.Function) -> bool:
+    """Whether the short suite may run this combination, on some number of ranks."""
     if item.get_closest_marker("full") is not None or item.callspec.params.get("kind") == TORCHS:
         return False
-    if item.callspec.indices.get(SEED, 0) >= SHORT_SEEDS:
-        return False
-    ranks = item.callspec.params.get(RANKS)
-    return type(ranks) is not int or ranks == min(
-        other.callspec.params[RANKS] for other in every if type(other.callspec.params[RANKS]) is int
-    )
+    return item.callspec.indices.get(SEED, 0) < SHORT_SEEDS
+
+
+def _on_fewest_ranks(items: Sequence[pytest.Function]) -> list[pytest.Function]:
+    """Those on the smallest number of processes, and those on threads."""
+    ranks = [item.callspec.params.get(RANKS) for item in items]
+    fewest = min((each for each in ranks if type(each) is int), default=0)
+    return [item for item, each in zip(items, ranks, strict=True) if type(each) is not int or each == fewest]

@@ -165,7 +165,7 @@ def test_no_more_inputs_of_reductions_are_kept_than_allowed_and_no_fewer(buffers
 @pytest.mark.full
 @multi_rank(4)
 def test_reductions_in_a_process_group_of_their_own() -> None:
-    """Of the ranks of the shard axis."""
+    """A process group with the ranks of the shard axis."""
     mesh = mesh_of(2, 2)
     model = shard(TOWER, mesh=mesh)
     ranks = tuple(dist.get_process_group_ranks(mesh["shard"].get_group()))

@@ -331,6 +331,23 @@ def test_a_watched_module_is_seen_once_it_has_run(tmp_path: Path, monkeypatch: p
     assert len(seen) == 1
 
 
+def test_two_may_watch_one_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two checkouts of fsdp2 in one process, as one that a program is run by and one that is installed."""
+    (tmp_path / "watched_twice.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    seen: list[str] = []
+    watches = [AfterImport(["watched_twice"], lambda module, each=each: seen.append(each)) for each in ("a", "b")]
+    for watch in watches:
+        watch.start()
+    try:
+        importlib.import_module("watched_twice")
+    finally:
+        for watch in watches:
+            watch.stop()
+        sys.modules.pop("watched_twice", None)
+    assert sorted(seen) == ["a", "b"]
+
+
 LATER = """
 import sys, fsdp2, fsdp2.compat
 with fsdp2.compat.install() as swap:

@@ -24,12 +24,13 @@ from extras.gpu_check.batch import BATCHES, RAISED, Program, found_by, judged
 from extras.gpu_check.beside_torch import difference
 from extras.gpu_check.clock import run_all
 from extras.gpu_check.faults import FAULTS
-from extras.gpu_check.jobs import BATCH, BETWEEN, JOBS, RIGHT, TIMES, Job, Place, chosen
+from extras.gpu_check.jobs import BATCH, BETWEEN, JOBS, RIGHT, TESTS, TIMES, Job, Place, chosen
 from extras.gpu_check.machine import ROOT, Machine
 from extras.gpu_check.programs import alignment, backend, host_time, kernels, memory, reduce_overhead
 from extras.gpu_check.report import JSON, MARKDOWN, Cut, Report, Verdict, judge, skipped
 from extras.gpu_check.says import COMPLAINTS, SKIPPED, WHAT, Found, said_in
 from extras.gpu_check.trace import kernels_in, ranges_in
+from tests.harness import others_full
 from tests.unit.helpers import for_each
 
 CPU, GPU = Place("cpu", 2), Place("cuda", 1)
@@ -236,6 +237,29 @@ def test_jobs_name_what_is_there() -> None:
     run = {job.words[1] for job in JOBS if job.module == BATCH}
     assert run == set(BATCHES)
     assert {job.kind for job in JOBS} == {RIGHT, BETWEEN, TIMES}
+
+
+SELECTED = {"memcheck": 1, "compiled": 5, "tests": 60, "ranks": 40}
+
+
+def test_what_jobs_of_pytest_select_is_counted() -> None:
+    assert set(SELECTED) == {job.name for job in JOBS if job.module == TESTS}
+
+
+@pytest.mark.parametrize("name", others_full(SELECTED, ["memcheck", "compiled"]))
+def test_jobs_of_pytest_select_tests(name: str) -> None:
+    """All: what the short suite leaves out of its parameters on a CPU runs on a device, whose minutes are rare."""
+    (job,) = (job for job in JOBS if job.name == name)
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-o", "addopts=", "-m", "not full"]
+    done = subprocess.run(
+        [*command, *job.words[1:]],
+        cwd=ROOT,
+        env=os.environ | {"FSDP2_TEST_DEVICE": "cuda"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert sum("::" in line for line in done.stdout.splitlines()) >= SELECTED[name], done.stdout
 
 
 def test_what_cannot_run_says_why() -> None:

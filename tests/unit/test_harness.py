@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import doctest
-import inspect
+import itertools
 import os
 import re
 import time
 import warnings
+from collections import Counter
+from collections.abc import Collection, Iterable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tests.harness import RanksFailed, covering, device, fake_world, multi_rank
+from tests.harness import RanksFailed, covering, device, fake_world, multi_rank, parts
 from tests.harness.multi_rank import run_for_pytest
 from tests.harness.pool import WorkerPools
-from tests.unit.helpers import for_each
+from tests.harness.threads import Threads
 
 
 def sum_of_ranks() -> float:
@@ -251,20 +255,72 @@ def test_the_short_suite_shows_every_value() -> None:
     assert set().union(*(each.items() for each in chosen)) == set().union(*(each.items() for each in combinations))
 
 
-def test_one_test_of_many_cases_names_those_that_are_wrong(tmp_path: Path) -> None:
-    seen = []
+def pairs_of(combinations: Iterable[dict[str, Any]]) -> set[Any]:
+    return {pair for each in combinations for pair in itertools.combinations(sorted(each.items()), 2)}
 
-    @for_each("b", [10, 20])
-    @for_each("a", [1, 2])
-    def body(a: int, b: int, tmp_path: Path) -> None:
-        seen.append((a, b, tmp_path.exists()))
-        if b == 20:
-            with pytest.raises(ValueError):
-                assert a != 2
 
-    assert list(inspect.signature(body).parameters) == ["tmp_path"]
-    with pytest.raises(
-        AssertionError, match=r"^b=20: AssertionError: a=1: Failed: DID NOT RAISE.*\na=2: Assert"
-    ) as found:
-        body(tmp_path=tmp_path)
-    assert "b=10" not in str(found.value) and len(seen) == 4
+def test_the_full_suite_shows_every_pair() -> None:
+    combinations = [{"x": x, "y": y, "z": z} for x in range(5) for y in range(3) for z in range(2)]
+    chosen = [combinations[index] for index in covering.covering(combinations, together=2)]
+    assert len(chosen) == 15 and pairs_of(chosen) == pairs_of(combinations)
+    assert covering.covering([]) == covering.covering([], together=2) == []
+
+
+class Item:
+    """What `covering` reads of pytest's items."""
+
+    def __init__(self, marks: Collection[str] = (), **params: Any) -> None:
+        self.nodeid = f"test_file.py::test_it[{params}]"
+        self.callspec = SimpleNamespace(params=params, indices={"seed": params.get("seed", 0)})
+        self.marks = set(marks)
+
+    def get_closest_marker(self, name: str) -> str | None:
+        return name if name in self.marks else None
+
+    def add_marker(self, mark: Any) -> None:
+        self.marks.add(mark.name)
+
+
+def short_and_dropped(items: list[Item]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    dropped: Any = covering.thin_out(items)  # type: ignore[arg-type]
+    short = [item.callspec.params for item in items if "full" not in item.marks]
+    return short, [item.callspec.params for item in dropped]
+
+
+RANKS = (2, 4, Threads(2))
+
+
+def test_what_is_short_has_every_value_on_the_fewest_ranks() -> None:
+    items = [Item(world_size=ranks, x=x, kind=kind) for ranks in RANKS for x in "abc" for kind in ("torch", "ours")]
+    short, dropped = short_and_dropped(items)
+    assert {each["x"] for each in short} == set("abc") and {each["kind"] for each in short} == {"ours"}
+    assert {type(each["world_size"]) for each in short} == {int, Threads}
+    assert all(each["world_size"] == 2 for each in short)
+    kept = [item.callspec.params for item in items if not any(item.callspec.params is each for each in dropped)]
+    assert pairs_of(kept) == pairs_of(item.callspec.params for item in items) and dropped
+
+
+def test_the_fewest_ranks_are_those_of_tests_that_may_be_short() -> None:
+    items = [Item(["full"] if ranks == 2 else [], world_size=ranks, x=x) for ranks in (2, 4) for x in "ab"]
+    assert [each["world_size"] for each in short_and_dropped(items)[0]] == [4, 4]
+
+
+def test_of_seeds_the_first_are_short() -> None:
+    short, dropped = short_and_dropped([Item(seed=seed) for seed in range(30)])
+    assert [each["seed"] for each in short] == list(range(8)) and not dropped
+
+
+@pytest.mark.parametrize("mark", ["gpu", "every_combination"])
+def test_what_is_run_whole_is_not_thinned_out(mark: str) -> None:
+    items = [Item([mark], x=x, y=y, z=z) for x in range(3) for y in range(3) for z in range(3)]
+    short, dropped = short_and_dropped(items)
+    assert len(short) == 27 and not dropped
+
+
+def test_parts_are_all_of_it_once_and_of_like_size() -> None:
+    sizes = Counter(parts.part_of(f"tests/test_file.py::test_it[{number}]") for number in range(1000))
+    assert sorted(sizes) == list(range(1, 11)) and min(sizes.values()) > 70
+    assert [parts.asked_part(f"{number}/10") for number in range(1, 11)] == list(range(1, 11))
+    for wrong in ("0/10", "11/10", "3/9", "3", "three"):
+        with pytest.raises(pytest.UsageError, match=re.escape(f"no part '{wrong}' of the suite; there are 1/10, 2/10")):
+            parts.asked_part(wrong)

@@ -66,7 +66,7 @@ def assert_same_gradients(model: nn.Module, plain: nn.Module) -> None:
 
 
 def assert_gradients(model: nn.Module, micros: Sequence[int]) -> None:
-    """Those of an unsharded model, of these microbatches of all ranks."""
+    """The gradients of an unsharded model after these microbatches of all ranks."""
     plain = CASE.build()
     for micro in micros:
         differentiate(plain, micro)

@@ -154,7 +154,7 @@ def test_resuming_into_an_optimizer_that_has_not_stepped(api: str, built: str) -
 @pytest.mark.parametrize("foreach", [True, False])
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
 def test_clip_grad_norm(norm_type: float, foreach: bool, world_size: int) -> None:
-    """Of a model with rows for every rank: torch has no maximum of an empty shard."""
+    """The model has rows for every rank, since torch has no maximum of an empty shard."""
     model, plain = shard(MLP), MLP.build()
     loss_of(MLP, model).backward()
     record = Reference(MLP, world_size=world_size).step()

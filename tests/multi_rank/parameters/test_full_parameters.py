@@ -514,7 +514,7 @@ def test_state_dicts_inside_are_whole() -> None:
 @multi_rank(2)
 @pytest.mark.parametrize("where", ["body", "body on one rank", "gather", "write"])
 def test_it_ends_clean_after_an_exception(where: str) -> None:
-    """Of one rank, where the others have nothing to keep: else they wait for it, as in any collective."""
+    """One rank fails where the others have nothing to keep: else they wait for it, as in any collective."""
     model, plain = shard(TRANSFORMER), TRANSFORMER.build()
     file = sys.modules[full_parameters.__module__]
     with pytest.MonkeyPatch.context() as patch, comes_back(model):

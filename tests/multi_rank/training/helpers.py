@@ -19,5 +19,5 @@ def differentiate(model: nn.Module, plain: nn.Module, loss_of: Callable[[Any, in
 
 
 def assert_same_gradients(model: nn.Module, plain: nn.Module, what: str = "", tolerance: Tolerance = SUM_ORDER) -> None:
-    """Those of all parameters; also which of them have none."""
+    """The gradients of all parameters; also which of them have none."""
     assert_sharded_same(f"gradients {what}", gradients_of(model), gradients_of(plain), tolerance=tolerance)
