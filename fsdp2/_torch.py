@@ -11,7 +11,6 @@ import functools
 import math
 import operator
 import sys
-import types
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -467,15 +466,6 @@ def replace_run_backward(ours: Callable[..., Any]) -> Undo:
 def backward_is_running() -> bool:
     """Whether the calling thread is inside a backward pass (as under activation checkpointing's recompute)."""
     return current_backward() != -1
-
-
-def backward_is_nested() -> bool:
-    """Whether the running backward was begun inside of an `autograd.Function`'s, as reentrant checkpoints do."""
-    frame: types.FrameType | None = sys._getframe(1)
-    outer = torch.autograd.function.BackwardCFunction.apply.__code__
-    while frame is not None and frame.f_code is not outer:
-        frame = frame.f_back
-    return frame is not None
 
 
 def backward_will_execute(node: Any) -> bool:

@@ -115,7 +115,6 @@ class FSDPParamGroup:
         self._phase = ParamPhase.SHARDED
         self._unsharding: Unsharding | None = None
         self._rests_in_place = False  # sharded parameters are registered, and the unsharded ones have their values
-        self._left_to_do: bool | None = None  # see `leave_later`
         self.is_lent = False  # see `FSDPRoot.lend`
         self._storages: tuple[object, ...] = ()
         self._take_sharded()
@@ -523,14 +522,14 @@ class FSDPParamGroup:
             return self._unsharding is not None
         if self._rests_in_place:
             # A forward gathers anew, whatever it finds: on another rank the user's code may have looked at the shards.
+            if for_backward:
+                self.rest_in_place()
             if for_backward and self._registrations.hold_sharded() and not self.is_stale():
                 self._rests_in_place = False
                 self._registrations.register_unsharded()
                 self._enter(ParamPhase.UNSHARDED)
                 return False
             self._free_unsharded()
-        if self._left_to_do is not None and not for_backward and not self.users:
-            self.reshard_after_forward(self._left_to_do)
         if self._phase is not ParamPhase.SHARDED:
             is_changed = False
             if not for_backward and self._phase is ParamPhase.UNSHARDED:
@@ -674,24 +673,18 @@ class FSDPParamGroup:
 
     def reshard_after_forward(self, awaits_backward: bool) -> None:
         """Reshard to where the parameters rest until backward: all ranks, or fewer of them if one may come."""
-        self._left_to_do = None
         if awaits_backward and self._phase is ParamPhase.SHARDED_POST_FORWARD:
             return  # an exception came after the end of this forward, or before its beginning
-        post_forward = self.storage.post_forward if awaits_backward and not self.is_lent else None
+        post_forward = self.storage.post_forward if awaits_backward else None
         if post_forward is None or self._phase is not ParamPhase.UNSHARDED or self.storage.changed() is not None:
             self.reshard()
             return
         post_forward.take()
         self._registrations.register_post_forward()
         self._enter(ParamPhase.SHARDED_POST_FORWARD)
-        self._free_unsharded()
-
-    def leave_later(self, awaits_backward: bool) -> None:
-        """Do what `reshard_after_forward` does when the next forward comes: a backward may begin before, unnoticed.
-
-        A rank on which an exception came before the outputs were seen has done it already, and gathers then.
-        """
-        self._left_to_do = awaits_backward
+        self._rests_in_place = self.is_lent and self.is_saved()
+        if not self._rests_in_place:
+            self._free_unsharded()
 
     def reshard(self, *, by_user: bool = False) -> None:
         """Register the sharded parameters and free the unsharded ones. Nothing to do if they are sharded.
@@ -705,13 +698,12 @@ class FSDPParamGroup:
         """
         if self.is_lent and self.is_saved():
             self.rest_in_place()
-            if self._rests_in_place:
+            if self._rests_in_place and self._phase is ParamPhase.SHARDED:
                 return
         if self._phase is ParamPhase.SHARDED:
             if self._rests_in_place:
                 self._free_unsharded()
             return
-        self._left_to_do = None
         assert self.comm is not None, "resharding follows unsharding"
         unsharding = self._unsharding
         if unsharding is not None and unsharding.leave_failed_works():
@@ -751,6 +743,12 @@ class FSDPParamGroup:
         The next backward finds them there, unless parameters were written since; a reshard frees them, and a forward
         gathers them anew. No communication.
         """
+        if self._phase is ParamPhase.SHARDED_POST_FORWARD and self._rests_in_place:
+            if self._rests_as_left():
+                self._registrations.register_sharded()
+                self.storage.free_rests()
+                self._enter(ParamPhase.SHARDED)
+            return
         if self._phase is not ParamPhase.UNSHARDED or self.users:
             return
         if self.storage.changed() is None and self._registrations.hold_unsharded():

@@ -35,19 +35,14 @@ class CallOwner(Protocol):
 
 
 class ForwardCall:
-    """One forward call of a module whose backward may come, and the node in the graph that ends that backward.
+    """One forward call of a module whose backward may come, and the node in the graph that ends that backward."""
 
-    Attributes:
-        hides_outputs: nothing says when its backward begins.
-    """
-
-    __slots__ = ("__weakref__", "_node", "_owner", "_task", "hides_outputs")
+    __slots__ = ("__weakref__", "_node", "_owner", "_task")
 
     def __init__(self, owner: CallOwner) -> None:
         self._owner = owner
         self._node: weakref.ref[Any] | None = None
         self._task = -1
-        self.hides_outputs = False
 
     def ends_at(self, node: Any) -> None:
         """Its backward is over when ``node`` runs."""

@@ -125,11 +125,8 @@ class Managed(Protocol):
     def end_round(self) -> None:
         """The root's forward is over."""
 
-    def rest_unseen(self) -> None:
-        """The same, where nothing of it is computed again."""
-
-    def finish_backward(self) -> Unit:
-        """A backward is over, and may not have been noticed; returns groups of which one may yet begin unnoticed."""
+    def finish_backward(self) -> None:
+        """A backward is over, and may not have been noticed."""
 
     def pause_backward(self) -> None:
         """A backward is over that is not the last of those to be finalized."""
@@ -165,7 +162,6 @@ class Iteration:
         in_backward: a backward has begun and has not come to its end.
         creates_graph: that backward is recorded, to be differentiated itself, and so needs the parameters again.
         is_second: that backward differentiates a recorded one.
-        reaches_watched: that backward has come to a parameter that is watched.
         unfinalized: a backward has come to its end, and waits for ``finalize_backward``.
         failed: an exception left a forward.
         order: the order that the root's forward follows.
@@ -188,7 +184,6 @@ class Iteration:
         "in_forward",
         "is_second",
         "order",
-        "reaches_watched",
         "recomputed",
         "reduced",
         "trained",
@@ -202,7 +197,6 @@ class Iteration:
         self.in_backward = False
         self.creates_graph = False
         self.is_second = False
-        self.reaches_watched = False
         self.unfinalized = False
         self.failed = False
         self.ahead: set[FSDPParamGroup] = set()
@@ -223,7 +217,6 @@ class FSDPRoot:
         shared_comm: where other roots find the communication context, if they share it.
         holds_graph: a backward was recorded, and may yet be differentiated: nothing is resharded until one has ended
             that was not.
-        hidden: groups of modules whose outputs showed no tensor, and of whose graph another backward may come.
         parameters: what `optim/model_parameters.py` knows of the parameters below; here, as it must go with the root.
         is_disturbed: another root has claimed modules of this one, which must claim them back before its next forward.
         has_trained: a forward with gradients has begun.
@@ -257,7 +250,6 @@ class FSDPRoot:
         passes = ("forward of", "after the forward of", "backward of", "after the backward of", "compiled call of")
         self._phases = [f"{each} {self.name}" for each in passes]
         self.holds_graph = False
-        self.hidden: tuple[FSDPParamGroup, ...] = ()
         self._resting: tuple[FSDPParamGroup, ...] = ()
         self._watched: dict[torch.Tensor, RemovableHandle] = {}
         self._lent: set[FSDPParamGroup] = set()  # see `lend`
@@ -569,13 +561,13 @@ class FSDPRoot:
         self.iteration.trained = is_inside and (ended.reduced or ended.trained)
 
     def _hold_graph(self, holds: bool) -> None:
-        """Whether a recorded backward may yet be differentiated, or one of `hidden` modules run again.
+        """Whether a recorded backward may yet be differentiated.
 
         That may reach parameters without coming to the output of any module, so it is noticed at the parameters. Until
         then the modules hold the sharded ones, as after any backward: programs clip their gradients, and step.
         """
         self.holds_graph = holds
-        kept = self.groups if holds else self.hidden
+        kept = self.groups if holds else ()
         for group in self._resting:
             if group not in kept:
                 group.free_in_place()
@@ -593,10 +585,10 @@ class FSDPRoot:
             self.watch_parameters(kept)
 
     def lend(self, unit: Unit) -> None:
-        """The user has unsharded ``unit``, and may compute with its parameters outside of its modules' forward.
+        """A graph may read the parameters of ``unit`` whose backward does not begin at an output of its modules.
 
-        Nothing tells when the backward of that begins: it is noticed when it comes to a parameter, and as long as a
-        graph reads them the parameters keep their values.
+        The user has unsharded them and computes outside of forward, or a module hides the tensors that it returns. The
+        backward is noticed when it comes to a parameter; for as long as a graph reads them, parameters keep values.
         """
         for group in unit:
             group.is_lent = True
@@ -613,13 +605,13 @@ class FSDPRoot:
 
     def _notice_backward(self, parameter: torch.Tensor) -> None:
         self.begin_backward()
-        self.iteration.reaches_watched = True
 
     # -- finalization by the user
 
     def finalize(self) -> None:
         """The user says that backward has ended: reduce and reshard what is left. Collective, asynchronous."""
-        self.hidden = tuple(group for state in self.states for group in state.finish_backward())
+        for state in self.states:
+            state.finish_backward()
         on_real_parameters(self.reduce_shared)
 
     def wait_for_finalization(self) -> None:
@@ -717,7 +709,6 @@ class FSDPRoot:
         self.comm.invalidate_handle(self)
         self.comm.drop_reduces(None if of_all_roots else {group.reducer for group in self.groups})
         self.comm.let_host_write_shards()
-        self.hidden = ()
         self._hold_graph(False)
         for group in self.shared:
             group.users.clear()

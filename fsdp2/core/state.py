@@ -270,9 +270,6 @@ class FSDPState:
         self._on_leaves: list[RemovableHandle] = []
         self._in_backward = False
         self._awaits_finalization = False
-        self._hides_outputs = False  # its backward may begin unnoticed: it stays unsharded for it
-        self._hides_all = False  # nothing will say either whether another one may come
-        self._was_hidden = False  # such a backward has ended
         self._replaced = Replaced()
         self._replaced_in_calls: list[Replaced | None] = []  # of the calls under way
         self.own = unit
@@ -441,8 +438,6 @@ class FSDPState:
             self.root.comm.let_host_write_shards()
         for group in self.unit:
             group.refuse_set_data()
-            if self._hides_outputs and not frees:
-                group.rest_in_place()
             group.quiesce(frees=frees)
 
     def adopt_replaced(self) -> None:
@@ -492,9 +487,6 @@ class FSDPState:
             else:
                 self._on_real_parameters(self._gather_for_recompute, root)
         else:
-            if self._was_hidden:
-                self._was_hidden = self._hides_all = False
-                self._hides_outputs = self._awaits_hidden()
             self._on_real_parameters(self._gather_for_forward, root)
             if self.is_root:
                 inputs = self.on_device(args, kwargs, self._replaced)
@@ -616,7 +608,7 @@ class FSDPState:
 
     def reshards_as_set(self) -> bool:
         """Whether the end of a forward, or of a gather in vain in its place, frees the unsharded parameters."""
-        return not self._to_run and self._reshards_now(hides=self._hides_outputs)
+        return not self._to_run and self._reshards_now()
 
     def leave_as_set(self, unit: Unit) -> None:
         """Free the unsharded parameters of ``unit``, some of its groups, or do not, as the end of a forward does."""
@@ -648,24 +640,24 @@ class FSDPState:
     def _leave_forward(self, root: FSDPRoot, module: nn.Module, output: Any, recompute: bool) -> None:
         outputs = (output,) if isinstance(output, torch.Tensor) else tensors_anywhere_in(output)
         awaits_backward = torch.is_grad_enabled()
+        makes_tangents = awaits_backward and _torch.makes_tangents()
+        hidden: Unit = ()
         if awaits_backward:
             is_compared = len(outputs) > 1 or (outputs and outputs[0]._base is not None)
             began = self._began() if is_compared else -1
             is_seen = before_backward_of_outputs(self._pre_backward, outputs, output, began, self._on_leaves)
             if not recompute and torch.Tensor in map(type, module.__dict__.values()):
                 before_backward_of_kept(self._pre_backward, module, self._began())
-            has_trained = self.is_root and root.iteration.trained  # and no other backward is to come
-            hides_some = not is_seen or _torch.forward_ad._current_level >= 0
-            if hides_some and not has_trained and self._expects_backward():
-                self._stay_for_backward(root)
+            if not is_seen or makes_tangents:  # whose graphs lead to no output
+                hidden = tuple(group for group in self.unit if group.is_in_graph())
+                root.lend(hidden)
         self._to_run.discard(module)
         computes = self.calls > 1  # a call around this one, as of a method that calls the module
         for group in self._shared if not computes else ():
             group.users.discard(self)
-        if root.walk is not None and self.unit and (self._hides_outputs or self._shows_parameters(outputs)):
+        if root.walk is not None and self.unit and (hidden or self._shows_parameters(outputs)):
             self._refuse_to_stay()
-        hides = self._hides_outputs
-        reshards = not self._to_run and not computes and self.unit and self._reshards_now(hides=hides)
+        reshards = not self._to_run and not computes and self.unit and self._reshards_now()
         if reshards and not self._shows_parameters(outputs):
             if recompute:
                 root.keep_for_backward(self.unit)
@@ -673,47 +665,22 @@ class FSDPState:
                 for group in self.unit:
                     if not group.users:
                         group.reshard_after_forward(awaits_backward)
-        elif hides and not computes and self._reshards_now(hides=False):
-            for group in self.unit:
-                group.leave_later(awaits_backward)
         if self.is_root and not recompute and root.iteration.in_forward:
             root.end_forward()
-            if awaits_backward and _torch.makes_tangents():  # nothing of it is computed again
-                for state in root.states:
-                    state.rest_unseen()
+            if makes_tangents:  # nothing says whether a backward comes
+                for group in root.groups:
+                    group.reshard()
 
-    def _reshards_now(self, *, hides: bool) -> bool:
-        """Whether the end of this forward frees the unsharded parameters; not if it ``hides`` where a backward begins.
+    def _reshards_now(self) -> bool:
+        """Whether the end of this forward frees the unsharded parameters.
 
         By default the root's are kept for the backward, which needs them first; not if none can come.
         """
-        if hides or (self.root is not None and self.root.holds_graph):
+        if self.root is not None and self.root.holds_graph:
             return False
         if self.reshard_after_forward is None:
             return not self.is_root or not torch.is_grad_enabled()
         return self.reshard_after_forward
-
-    def _expects_backward(self) -> bool:
-        """Whether there may be a backward through this module, as far as its inputs and parameters tell."""
-        if self._calls:
-            call = self._calls[-1]()
-            if call is not None and call.is_awaited:
-                return True
-        return any(group.reducer.is_trainable for group in self.unit)
-
-    def _stay_for_backward(self, root: FSDPRoot) -> None:
-        """Its outputs do not show all that requires a gradient: what they hide may, and a backward begin unnoticed.
-
-        It then finds the parameters unsharded. It is noticed when it comes to one of them, or to the inputs. If no
-        input shows that it was the last one, others may follow it until the next forward.
-        """
-        self._hides_outputs = True
-        call = self._calls[-1]() if self._calls else None
-        if call is not None and call.is_awaited and not _torch.makes_tangents():  # their graphs come to no input
-            call.hides_outputs = True
-        else:
-            self._hides_all = True
-        root.watch_parameters(self.unit)
 
     def await_backward_of_graph(self, output: Any) -> None:
         """The root's forward, a graph, has ended: its backward is to be noticed, so that one that fails is known."""
@@ -834,17 +801,8 @@ class FSDPState:
             call = reference()
             if call is not None and call.is_pending():
                 reduces = False
-        if self._hides_outputs:
-            self._hides_outputs = not reduces or self._awaits_hidden()
         self._on_real_parameters(self._end_module_backward, reduces)
         return self.root is not None and self.root.iteration.creates_graph
-
-    def _awaits_hidden(self) -> bool:
-        """Whether a later backward may begin unnoticed."""
-        if self._hides_all:
-            return True
-        calls = [reference() for reference in self._calls]
-        return any(call is not None and call.hides_outputs and call.is_awaited for call in calls)
 
     def end_module_backward(self, *, reduces: bool) -> None:
         """Reshard and reduce, as the settings say. Nothing here depends on which gradients this rank has."""
@@ -857,7 +815,7 @@ class FSDPState:
         root, reshards = self.root, self.reshard_after_backward
         assert root is not None, "a backward follows a forward"
         iteration = root.iteration
-        if not (root.holds_graph or iteration.creates_graph or iteration.is_second or self._hides_outputs):
+        if not (root.holds_graph or iteration.creates_graph or iteration.is_second):
             for group in self.unit:
                 if not group.users and (group.settings.requires_gradient_sync if reshards is None else reshards):
                     group.reshard()
@@ -868,47 +826,20 @@ class FSDPState:
         elif reduces:
             root.reduce_or_keep(self.own)
 
-    def finish_backward(self) -> Unit:
+    def finish_backward(self) -> None:
         """The whole backward is done: finish the module if its own end could not be noticed.
 
         Its inputs need no gradient, it holds gradients of microbatches without communication, or its gradients came by
         another way than its outputs (a loss that a module keeps as an attribute).
-
-        Returns:
-            Its groups, if another backward may begin unnoticed.
         """
         while self._on_leaves:
             self._on_leaves.pop().remove()
-        self._hides_outputs = self._hides_outputs and self._awaits_hidden()
         if self._in_backward or self._awaits_finalization:
             self.end_module_backward(reduces=True)
         else:
             is_due = any([group.reducer.is_due() for group in self.own])
             if is_due or any([group.phase is ParamPhase.UNSHARDED for group in self.unit]):
                 self.end_module_backward(reduces=is_due)
-        if not self._hides_outputs:
-            return ()
-        self._was_hidden = self._hides_all
-        self._rest_in_place()
-        return self.unit
-
-    def rest_unseen(self) -> None:
-        """The root's forward is over: nothing says whether a backward of this module's may yet begin unnoticed."""
-        if self._hides_all:
-            self._rest_in_place()
-
-    def _rest_in_place(self) -> None:
-        """A backward has ended, and one that would not be noticed may follow: show the sharded parameters until then.
-
-        Not if it only handed out gradients of inputs, and not inside of another one: what checkpoints compute again
-        there, or in the next, comes to no hook of ours before.
-        """
-        assert self.root is not None, "a backward follows a forward"
-        iteration = self.root.iteration
-        is_over = self._hides_all or iteration.reaches_watched
-        if is_over and not iteration.in_forward and not _torch.backward_is_nested():
-            for group in self.unit:
-                group.rest_in_place()
 
     def pause_backward(self) -> None:
         """A backward is done, and others are to come before the user finalizes them: reduce nothing by ourselves."""
@@ -928,8 +859,7 @@ class FSDPState:
 
     def drop_iteration(self) -> None:
         """The iteration has failed."""
-        self._in_backward = self._awaits_finalization = self._hides_outputs = self._hides_all = False
-        self._was_hidden = False
+        self._in_backward = self._awaits_finalization = False
         self._to_run.clear()
 
 

@@ -118,12 +118,43 @@ def test_outputs_that_hide_their_tensors(
             each.zero_grad()
 
 
+@multi_rank(4)
+@pytest.mark.parametrize("looks", [False, True])
+def test_hidden_outputs_between_fewer_ranks(looks: bool, world_size: int) -> None:
+    """What the forward has gathered is there for its backward, also if the user looks at the shards before."""
+    torch.manual_seed(0)
+    model, plain = TakesHidden("closure"), TakesHidden("closure")
+    plain.load_state_dict(model.state_dict())
+    for unit in (model.first, model.hiding, model.last, model):
+        fully_shard(unit, reshard_after_forward=2)
+    for step in range(3):
+        loss = model(batch(step, dist.get_rank()))
+        if looks:
+            assert all(isinstance(value, DTensor) for value in model.state_dict().values())
+        loss.backward()
+        for rank in range(world_size):
+            (plain(batch(step, rank)) / world_size).backward()
+        assert_same_gradients(model, plain, f"in step {step}")
+        with torch.no_grad():
+            for each in (model, plain):
+                torch._foreach_mul_(list(each.parameters()), 0.9)
+                each.zero_grad()
+
+
 @multi_rank(2)
 def test_what_has_no_gradient_does_not_stay(world_size: int) -> None:
     """A frozen teacher, and an evaluation."""
     model = fully_shard(Wrapped(wrap=True).requires_grad_(False), reshard_after_forward=True)
     model(batch(0, 0))
     assert isinstance(model.linear.weight, DTensor)
+    model = fully_shard(Wrapped(wrap=True), reshard_after_forward=True)
+    model(batch(0, 0))  # nobody keeps the graph
+    assert isinstance(model.linear.weight, DTensor)
+    assert not any(
+        buffers.unsharded.flat.untyped_storage().size()
+        for group in model._get_fsdp_state().unit
+        for buffers in group.storage.buffers
+    )
     model = fully_shard(Wrapped(wrap=False), reshard_after_forward=True)
     with torch.no_grad():
         model(batch(0, 0))
