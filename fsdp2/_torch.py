@@ -511,11 +511,6 @@ def in_range(name: str) -> AbstractContextManager[Any]:
     return torch.profiler.record_function(name) if profiler._is_profiler_enabled else _NOTHING
 
 
-def makes_tangents() -> bool:
-    """Whether forward-mode differentiation is on: results may have tangents, whose graphs are their own."""
-    return forward_ad._current_level >= 0
-
-
 tensor_hooks: Callable[[torch.Tensor], dict[int, Callable[[torch.Tensor], torch.Tensor | None]] | None]
 tensor_hooks = operator.attrgetter("_backward_hooks")
 """The hooks of `Tensor.register_hook`; autograd calls them only for what is in its graph."""

@@ -770,7 +770,7 @@ class FSDPParamGroup:
 
     def free_in_place(self) -> None:
         """Free what `rest_in_place` has left, if nothing has unsharded it since."""
-        if self._rests_in_place:
+        if self._rests_in_place and not (self.is_lent and self.is_saved()):
             self._free_unsharded()
 
     def _free_unsharded(self) -> None:

@@ -640,7 +640,7 @@ class FSDPState:
     def _leave_forward(self, root: FSDPRoot, module: nn.Module, output: Any, recompute: bool) -> None:
         outputs = (output,) if isinstance(output, torch.Tensor) else tensors_anywhere_in(output)
         awaits_backward = torch.is_grad_enabled()
-        makes_tangents = awaits_backward and _torch.makes_tangents()
+        makes_tangents = awaits_backward and _torch.forward_ad._current_level >= 0
         hidden: Unit = ()
         if awaits_backward:
             is_compared = len(outputs) > 1 or (outputs and outputs[0]._base is not None)
