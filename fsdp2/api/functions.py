@@ -7,7 +7,7 @@ from torch import nn
 from fsdp2.api.calls import gather_around
 from fsdp2.api.module import FSDPModule
 from fsdp2.arguments import ANYTHING, checked, shown
-from fsdp2.core.root import roots_of, share_context
+from fsdp2.core.several_roots import roots_of, share_context
 from fsdp2.errors import FSDPTypeError, FSDPValueError
 
 

@@ -24,6 +24,8 @@ from fsdp2.arguments import ANYTHING, Rule, checked, is_number, shown
 from fsdp2.compiled.entry import prepares_graphs
 from fsdp2.compiled.support import explained_conversion
 from fsdp2.core.agreement import refuse_finalization
+from fsdp2.core.backward import Stage
+from fsdp2.core.failure import ABANDON, recover_if_failed, reset
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.hooks import STATE
 from fsdp2.core.options import (
@@ -37,7 +39,7 @@ from fsdp2.core.options import (
     denominator_of,
 )
 from fsdp2.core.param import refuse_share_memory
-from fsdp2.core.root import ABANDON, FSDPRoot, Unit
+from fsdp2.core.root import FSDPRoot, Unit
 from fsdp2.core.state import FSDPState, Strategy, state_of, states_below
 from fsdp2.core.structure import NO_FORWARD
 from fsdp2.core.traits import give_traits, traits_of
@@ -176,7 +178,7 @@ class FSDPModule:
         """
         state = _state(self)
         root = state.ensure_root()
-        root.recover_if_failed()
+        recover_if_failed(root)
         handle = UnshardHandle(state.unit, root)
         try:
             if state.unit:
@@ -186,7 +188,7 @@ class FSDPModule:
             if not async_op:
                 handle.wait()
                 if torch.is_grad_enabled() and not root.is_running():
-                    root.lend(state.unit)
+                    root.watched.lend(state.unit)
         except BaseException:
             root.iteration.failed = True  # the next forward cleans up
             raise
@@ -199,7 +201,7 @@ class FSDPModule:
         own backward, which may need them yet, it is left to the end of that.
         """
         state = _state(self)
-        if state._in_backward and _torch.backward_is_running():
+        if state.backward.stage is Stage.RUNNING and _torch.backward_is_running():
             return
         for group in state.unit:
             group.reshard(by_user=True)
@@ -718,7 +720,7 @@ class FSDPModule:
             )
         changes = enabled is not state.root_settings.finalizes_manually
         if root is not None and changes:
-            root.recover_if_failed()
+            recover_if_failed(root)
         if root is not None and changes and (root.iteration.in_backward or root.iteration.unfinalized):
             raise FSDPRuntimeError(
                 "set_manual_backward_finalization() cannot change while a backward is running or not finalized; call "
@@ -773,7 +775,7 @@ class FSDPModule:
         if state.root is None:
             state.take_over()
         elif state.is_root:
-            state.root.reset()
+            reset(state.root)
         else:
             raise FSDPRuntimeError(
                 f"reset_iter_state() must be called on the root, {state.root.name}, not on '{state.name}'."
@@ -800,7 +802,7 @@ class FSDPModule:
                     args, kwargs = call.inputs(args, kwargs)
                     with state.graph_hooks.called():
                         output = self._fsdp_captured_call(*args, **kwargs)
-                state.await_backward_of_graph(output)
+                state.backward.await_graph(output)
                 return output
             return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
         except BaseException as error:
@@ -895,7 +897,7 @@ def _configure_as_root(module: FSDPModule, method: str, **changes: Any) -> None:
     if root is not None and not state.is_root:
         raise FSDPRuntimeError(f"{method}() must be called on the root, {root.name}, not on '{state.name}'.")
     if root is not None:
-        root.recover_if_failed()
+        recover_if_failed(root)
     if root is not None and root.is_running():
         raise FSDPRuntimeError(f"{method}() must be called outside of forward and backward.")
     state.configure_root(**changes)

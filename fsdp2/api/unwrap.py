@@ -14,10 +14,11 @@ from fsdp2 import _torch
 from fsdp2.api.module import mix_out
 from fsdp2.arguments import checked
 from fsdp2.core import agreement
+from fsdp2.core.failure import recover_if_failed
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.mesh import DataParallelMesh
 from fsdp2.core.param import FSDPParam, fsdp_param_of, is_subclass, mark_replaced
-from fsdp2.core.root import roots_of
+from fsdp2.core.several_roots import roots_of
 from fsdp2.core.state import FSDPState, forget_state, states_below
 from fsdp2.core.traits import carry_over
 from fsdp2.errors import FSDPError, FSDPNotImplementedError, FSDPRuntimeError, FSDPValueError
@@ -60,7 +61,7 @@ def unwrap(module: Module, *, optimizers: Iterable[Optimizer] = ()) -> Module:
     _refuse_parts_of_groups(module, states)
     roots = roots_of(states)
     for root in roots:
-        root.recover_if_failed()
+        recover_if_failed(root)
         if root.is_running():
             raise FSDPRuntimeError(
                 f"unwrap() was called inside a forward or backward of {root.name}, or before finalize_backward(); call "

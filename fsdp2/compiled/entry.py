@@ -20,6 +20,7 @@ from fsdp2.compiled.support import reason_against
 from fsdp2.compiled.tracing import RefusedState, TracedGroup, TracedState, TracedUse
 from fsdp2.compiled.unsharding import unshard
 from fsdp2.core.buffers import storage_alias
+from fsdp2.core.failure import recover_if_failed
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.param import FSDPParam
 from fsdp2.core.plan import GroupPlan
@@ -115,7 +116,7 @@ def prepare_call(module: nn.Module) -> CompiledCall:
     state = state_of(module)
     assert state is not None, "a sharded module has a state"
     root = state.ensure_root()
-    root.recover_if_failed()
+    recover_if_failed(root)
     if not root.has_trained and torch.is_grad_enabled():
         root.begin_training()
     if state.own_root is root:

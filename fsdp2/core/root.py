@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import functools
 import threading
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from fsdp2 import _torch
+from fsdp2.core.backward import WatchedParameters
 from fsdp2.core.buffers import ALLOCATOR
+from fsdp2.core.failure import recover_if_failed
 from fsdp2.core.group import FSDPParamGroup, free_cleared_gradients
 from fsdp2.core.hooks import on_real_parameters
 from fsdp2.core.options import RootSettings
@@ -23,8 +23,11 @@ from fsdp2.core.places import PLACE
 from fsdp2.core.ports import Port, missing
 from fsdp2.core.reduce import GradientReducer
 from fsdp2.core.schedule import ExecutionOrder
-from fsdp2.core.streams import FSDPCommContext
-from fsdp2.errors import FSDPRuntimeError, ParamPhase
+from fsdp2.core.several_roots import SharedComm
+from fsdp2.errors import ParamPhase
+
+if TYPE_CHECKING:
+    from fsdp2.core.state import FSDPState
 
 PREFETCH_DEPTH = 1
 """How many units are gathered ahead of the one that computes, unless the user has set a budget."""
@@ -41,21 +44,6 @@ ON_ROOT: list[Callable[[Sequence[Any], Sequence[FSDPParamGroup]], None]] = []
 
 ON_TRAINING: list[Callable[[Any], None]] = []
 """A port: called with a root when its first forward with gradients begins, and again if one of them raises."""
-
-
-class Abandon(NamedTuple):
-    """How ranks leave a step together that an exception has left on one of them.
-
-    Attributes:
-        refuse_if_alone: raises if ranks that exchange for these groups cannot tell each other.
-        tell: tells the others, unless they know.
-    """
-
-    refuse_if_alone: Callable[[Iterable[FSDPParamGroup]], None] = missing("watchdog")
-    tell: Callable[[], None] = missing("watchdog")
-
-
-ABANDON: Port[Abandon] = Port(Abandon())
 
 
 class Walk(Protocol):
@@ -97,61 +85,6 @@ WALK: Port[Callable[[Any], Walk]] = Port(missing("divergence"))
 
 Prefetch = tuple[Unit, ...] | None
 """The units that are gathered after one, as the user has it; None: those that are expected to come."""
-
-
-class Managed(Protocol):
-    """A state, as far as roots are concerned.
-
-    Attributes:
-        class_name: for messages.
-        root: which has claimed it last; None before lazy initialization.
-        roots: all that it is below of.
-        own_root: the root that its own module is.
-        is_root: whether ``root`` is ``own_root``.
-        calls: of its modules, or their methods, that have begun and not ended.
-    """
-
-    class_name: str
-    root: FSDPRoot | None
-    roots: list[FSDPRoot]
-    own_root: FSDPRoot | None
-    is_root: bool
-    calls: int
-
-    @property
-    def name(self) -> str:
-        """For messages."""
-
-    def end_round(self) -> None:
-        """The root's forward is over."""
-
-    def finish_backward(self) -> None:
-        """A backward is over, and may not have been noticed."""
-
-    def pause_backward(self) -> None:
-        """A backward is over that is not the last of those to be finalized."""
-
-    def drop_iteration(self) -> None:
-        """The iteration has failed."""
-
-    def forget_root(self) -> None:
-        """Its own root is to be none any more."""
-
-
-AnyManaged = TypeVar("AnyManaged", bound=Managed)
-
-
-class SharedComm:
-    """One communication context for several roots, made by the first of them that runs.
-
-    Attributes:
-        comm: None until then.
-    """
-
-    __slots__ = ("comm",)
-
-    def __init__(self) -> None:
-        self.comm: FSDPCommContext | None = None
 
 
 class Iteration:
@@ -215,8 +148,9 @@ class FSDPRoot:
         shared: those of them that modules of several calls use.
         settings: what the user has set on it.
         shared_comm: where other roots find the communication context, if they share it.
-        holds_graph: a backward was recorded, and may yet be differentiated: nothing is resharded until one has ended
-            that was not.
+        restarts: how often all ranks had left a step together when this root last noticed.
+        orders: that forwards, evaluations and backwards were learned to follow.
+        watched: at which parameters a backward is noticed that begins at no output.
         parameters: what `optim/model_parameters.py` knows of the parameters below; here, as it must go with the root.
         is_disturbed: another root has claimed modules of this one, which must claim them back before its next forward.
         has_trained: a forward with gradients has begun.
@@ -225,8 +159,8 @@ class FSDPRoot:
 
     def __init__(
         self,
-        owner: Managed,
-        states: Sequence[Managed],
+        owner: FSDPState,
+        states: Sequence[FSDPState],
         shared: SharedComm,
         groups: Sequence[FSDPParamGroup],
         settings: RootSettings,
@@ -246,17 +180,15 @@ class FSDPRoot:
         self.has_trained = False
         self.walk: Walk | None = None
         self.parameters: Any = None
-        self._restarts = PLACE.restarts
+        self.restarts = PLACE.restarts
         passes = ("forward of", "after the forward of", "backward of", "after the backward of", "compiled call of")
         self._phases = [f"{each} {self.name}" for each in passes]
-        self.holds_graph = False
-        self._resting: tuple[FSDPParamGroup, ...] = ()
-        self._watched: dict[torch.Tensor, RemovableHandle] = {}
-        self._lent: set[FSDPParamGroup] = set()  # see `lend`
+        self.watched = WatchedParameters(self.begin_backward)
         self.iteration = Iteration()
         self._forward_order: ExecutionOrder[Unit] = ExecutionOrder()
-        self._evaluation_order: ExecutionOrder[Unit] = ExecutionOrder()
+        self.evaluation_order: ExecutionOrder[Unit] = ExecutionOrder()
         self._backward_order: ExecutionOrder[Unit] = ExecutionOrder()
+        self.orders = (self._forward_order, self.evaluation_order, self._backward_order)
 
     # -- forward
 
@@ -286,7 +218,7 @@ class FSDPRoot:
         self.iteration.in_forward, self.iteration.trained, self.iteration.gathered = True, False, False
         PLACE.step, PLACE.thread = PLACE.step + 1, threading.get_ident()
         PLACE.phase, PLACE.left, PLACE.tells = self._phases[0], "", self.settings.aborts_together
-        self.iteration.order = self._forward_order if torch.is_grad_enabled() else self._evaluation_order
+        self.iteration.order = self._forward_order if torch.is_grad_enabled() else self.evaluation_order
         event, self.comm.post_optim_event = self.comm.post_optim_event, None
         if self.comm.device.has_streams:
             self.comm.begin_forward()
@@ -406,26 +338,27 @@ class FSDPRoot:
         """
         if self.walk is not None:
             self.walk.end_forward()
-        self._end_rounds()
+        self.end_rounds()
         self.iteration.in_forward = self.iteration.trained = False
         PLACE.phase = self._phases[1]
         self._forward_order.end()
         if self.iteration.gathered:
-            self._evaluation_order.settle()
+            self.evaluation_order.settle()
         else:  # ranks may run what is there already in ways of their own
-            self._evaluation_order.abandon()
+            self.evaluation_order.abandon()
         self._drop_ahead()
         if not torch.is_grad_enabled():  # else the end of backward does, or whatever writes before that
             self.comm.let_host_write_shards()
 
-    def _end_rounds(self) -> None:
+    def end_rounds(self) -> None:
+        """The root's forward is over: of lists of modules not all may have been called."""
         for state in self.states:
             state.end_round()
 
     def _drop_ahead(self) -> None:
         for group in self.groups:
             if group in self.iteration.ahead and not group.users:
-                if self.holds_graph and group.phase is ParamPhase.UNSHARDED:
+                if self.watched.holds_graph and group.phase is ParamPhase.UNSHARDED:
                     continue  # which the graph may read
                 group.reshard()
                 self.comm.let_host_write_shards()
@@ -492,7 +425,7 @@ class FSDPRoot:
         iteration = self.iteration
         kept, iteration.recomputed = iteration.recomputed, unit
         if kept is not None and kept is not unit:
-            if self.holds_graph or iteration.creates_graph or iteration.is_second:
+            if self.watched.holds_graph or iteration.creates_graph or iteration.is_second:
                 return
             for group in kept:
                 if not group.users:
@@ -523,10 +456,10 @@ class FSDPRoot:
     def _end_backward(self) -> None:
         if self.walk is not None:
             self.walk.end_backward()
-        self.holds_graph, self.iteration.is_second = self.iteration.creates_graph, False
+        self.watched.holds_graph, self.iteration.is_second = self.iteration.creates_graph, False
         if self.settings.finalizes_manually:
             for state in self.states:
-                state.pause_backward()
+                state.backward.pause()
             self.reduce_shared(only_keeps=True)
             GradientReducer.owing.update(group.reducer for group in self.groups)
             self.iteration.in_backward = False
@@ -552,66 +485,25 @@ class FSDPRoot:
                 self.comm.end_step()
         self.comm.let_host_write_shards()
         PLACE.phase, PLACE.failure = self._phases[3], ""
-        self._hold_graph(self.holds_graph)
-        ended, self.iteration = self.iteration, Iteration()
+        self.watched.hold_graph(self.watched.holds_graph, self.groups, in_forward=self.iteration.in_forward)
+        ended = self.next_iteration()
         # A backward inside the root's forward does not end that, nor one after a forward that failed its failure.
         self.iteration.in_forward, self.iteration.order = ended.in_forward, ended.order
         self.iteration.failed, self.iteration.gathered = ended.failed, ended.in_forward and ended.gathered
         is_inside = ended.in_forward or self.owner.calls > 0
         self.iteration.trained = is_inside and (ended.reduced or ended.trained)
 
-    def _hold_graph(self, holds: bool) -> None:
-        """Whether a recorded backward may yet be differentiated.
-
-        That may reach parameters without coming to the output of any module, so it is noticed at the parameters. Until
-        then the modules hold the sharded ones, as after any backward: programs clip their gradients, and step.
-        """
-        self.holds_graph = holds
-        kept = self.groups if holds else ()
-        for group in self._resting:
-            if group not in kept:
-                group.free_in_place()
-        self._resting = kept
-        if holds and not self.iteration.in_forward:
-            for group in kept:
-                group.rest_in_place()
-        for handle in self._watched.values():
-            handle.remove()
-        self._watched.clear()
-        if self._lent:
-            self._lent = {group for group in self._lent if group.is_in_graph()}
-            self.watch_parameters(self._lent)
-        if kept:
-            self.watch_parameters(kept)
-
-    def lend(self, unit: Unit) -> None:
-        """A graph may read the parameters of ``unit`` whose backward does not begin at an output of its modules.
-
-        The user has unsharded them and computes outside of forward, or a module hides the tensors that it returns. The
-        backward is noticed when it comes to a parameter; for as long as a graph reads them, parameters keep values.
-        """
-        for group in unit:
-            group.is_lent = True
-        self._lent.update(unit)
-        self.watch_parameters(unit)
-
-    def watch_parameters(self, groups: Iterable[FSDPParamGroup]) -> None:
-        """Notice a backward, until one has ended, when it comes to a parameter of ``groups``."""
-        for group in groups:
-            for param in group.params:
-                unsharded = param.unsharded
-                if unsharded is not None and unsharded.requires_grad and unsharded not in self._watched:
-                    self._watched[unsharded] = unsharded.register_post_accumulate_grad_hook(self._notice_backward)
-
-    def _notice_backward(self, parameter: torch.Tensor) -> None:
-        self.begin_backward()
+    def next_iteration(self) -> Iteration:
+        """Begin anew. Returns the iteration that has ended."""
+        ended, self.iteration = self.iteration, Iteration()
+        return ended
 
     # -- finalization by the user
 
     def finalize(self) -> None:
         """The user says that backward has ended: reduce and reshard what is left. Collective, asynchronous."""
         for state in self.states:
-            state.finish_backward()
+            state.backward.finish()
         on_real_parameters(self.reduce_shared)
 
     def wait_for_finalization(self) -> None:
@@ -629,20 +521,12 @@ class FSDPRoot:
 
     def finish(self) -> None:
         """Recover from a failure, and wait for the reductions in flight."""
-        self.recover_if_failed()
+        recover_if_failed(self)
         self.comm.finish_reduces()
 
     def dissolve(self) -> None:
         """Let the modules below find a root anew, in their next forward."""
         self.owner.forget_root()
-
-    # -- failure
-
-    def is_to_restart(self) -> bool:
-        """Whether all ranks were told to leave the step that this one is in, by this one or by another."""
-        iteration = self.iteration
-        has_failed = iteration.failed or (iteration.in_backward and not _torch.backward_is_running())
-        return self._restarts != PLACE.restarts or (self.settings.aborts_together and has_failed)
 
     def leave_recording(self) -> None:
         """A graph was given up while it was recorded: nothing that was issued ran, nothing of it is waited for."""
@@ -650,159 +534,3 @@ class FSDPRoot:
         self.comm.forget_events()
         for group in self.groups:
             group.forget_event()
-
-    def recover_if_failed(self) -> None:
-        """Start clean if an exception left the last iteration's forward or backward.
-
-        A backward has failed if it began, and neither ended nor is running now.
-        """
-        in_backward = self.iteration.in_backward and not _torch.backward_is_running()
-        has_failed = in_backward or self.comm.was_interrupted or self.iteration.failed
-        keeps = self.settings.on_error == "keep_accumulated"
-        if has_failed and self.settings.aborts_together and self._restarts == PLACE.restarts:
-            ABANDON.filling.tell()
-        if self._restarts != PLACE.restarts:
-            # Other ranks were elsewhere when all of them raised: nothing may be left in which they differ.
-            self._restarts = PLACE.restarts
-            has_failed = True
-            self.reset(warns=keeps, of_all_roots=True)
-            for order in (self._forward_order, self._evaluation_order, self._backward_order):
-                order.forget()
-        elif in_backward or self.comm.was_interrupted:
-            PLACE.failure = f"an exception had left its step {PLACE.step}, {PLACE.phase}"
-            self.reset(warns=keeps)
-        elif self.iteration.failed:
-            PLACE.failure = f"an exception had left its step {PLACE.step}, {PLACE.phase}"
-            self._leave_failed_forward()
-        if has_failed and not keeps:
-            self.comm.drop_reduces({group.reducer for group in self.groups})  # else they would be delivered later
-            for group in self.groups:
-                group.drop_gradients()
-
-    def _leave_failed_forward(self) -> None:
-        """End a forward that an exception has left, as it ends on ranks where none came.
-
-        All ranks may agree to skip the batch: then they must gather the same in the next forward. So what rests
-        unsharded after a forward does so here, and gradients of earlier microbatches stay.
-        """
-        ahead = self.iteration.ahead
-        if self.walk is not None:
-            self.walk.forward_failed()
-        for group in self.groups:
-            group.users.clear()
-            if group in ahead or group.was_interrupted:
-                group.reshard()
-        self._end_rounds()
-        if self.iteration.gathered:
-            self._evaluation_order.settle()
-        for order in (self._forward_order, self._evaluation_order, self._backward_order):
-            order.abandon()
-        ended, self.iteration = self.iteration, Iteration()
-        self.iteration.unfinalized, self.iteration.reduced = ended.unfinalized, ended.reduced
-
-    def reset(self, *, warns: bool = False, of_all_roots: bool = False) -> None:
-        """Wait for what is in flight, drop it, and forget the iteration.
-
-        ``warns`` if gradients of earlier microbatches are lost, as they are when nobody asked for it. ``of_all_roots``:
-        reductions of others on the same context are dropped too.
-        """
-        self.comm.invalidate_handle(self)
-        self.comm.drop_reduces(None if of_all_roots else {group.reducer for group in self.groups})
-        self.comm.let_host_write_shards()
-        self._hold_graph(False)
-        for group in self.shared:
-            group.users.clear()
-            group.took_part = False
-        lost = [group.name for group in self.groups if group.abandon()]
-        for state in self.states:
-            state.drop_iteration()
-        for order in (self._forward_order, self._evaluation_order, self._backward_order):
-            order.abandon()
-        if self.walk is not None:
-            self.walk.abandon()
-        self.iteration = Iteration()
-        if lost and warns:
-            warnings.warn(
-                f"An iteration of {self.name} failed; gradients that earlier microbatches had accumulated without "
-                "communication were dropped with it. Run the whole accumulation again.",
-                stacklevel=2,
-            )
-
-
-# Several roots over the same sharded modules: a shared encoder below two models, or one that also runs alone.
-#
-# A root *claims* the states below it when its forward begins, if another has claimed one of them since. Every root
-# keeps the orders that it has learned; all of them share one communication context, so that whoever ends a backward
-# waits for all of its reductions. The groups, their buffers and what a forward has saved for its backward stay as they
-# are.
-
-
-def roots_of(states: Iterable[Managed]) -> list[FSDPRoot]:
-    """All roots that ``states`` are below of, each once."""
-    return list(dict.fromkeys(root for state in states for root in state.roots))
-
-
-def refuse_busy(claimer: str, names: Mapping[AnyManaged, str], own: FSDPRoot | None) -> None:
-    """Refuse to claim states that another root than ``own`` is using. Roots that have failed are recovered.
-
-    Raises:
-        FSDPRuntimeError: naming both roots and the submodule.
-    """
-    for state, name in names.items():
-        for root in state.roots:
-            if root is own:
-                continue
-            root.recover_if_failed()
-            if root.is_running():
-                raise FSDPRuntimeError(
-                    f"{claimer} begins a forward, but its submodule '{name}' ({state.class_name}) is being used by "
-                    f"{root.name}, whose forward or backward is running, or waits for finalize_backward(). Roots that "
-                    "share a module take turns: run them one after the other, or call fully_shard on a module that "
-                    "contains them."
-                )
-
-
-def supersede(states: Iterable[Managed]) -> None:
-    """End the roots that ``states`` were: they lie below another now."""
-    for state in states:
-        if state.own_root is not None:
-            state.own_root.dissolve()
-
-
-def claim(root: FSDPRoot, states: Iterable[Managed]) -> None:
-    """Make ``root`` the root of ``states``. Those that it takes them from notice."""
-    for state in states:
-        for other in state.roots:
-            other.is_disturbed = True
-        if root not in state.roots:
-            state.roots.append(root)
-        state.root, state.is_root = root, state is root.owner
-    root.is_disturbed = False
-
-
-def release(root: FSDPRoot, states: Iterable[Managed]) -> None:
-    """``root`` is to be no root of ``states`` any more; others notice."""
-    for state in states:
-        if root in state.roots:
-            state.roots.remove(root)
-        if state.own_root is root:
-            state.own_root = None
-        if state.root is root:
-            state.root, state.is_root = None, False
-            for other in state.roots:
-                other.is_disturbed = True
-
-
-def share_context(shared: SharedComm, roots: Iterable[FSDPRoot]) -> None:
-    """Let ``roots``, none of which is running, use one communication context: ``shared``, or the first of theirs."""
-    for root in roots:
-        if shared.comm is None:
-            shared.comm = root.comm
-        root.shared_comm = shared
-        if root.comm is not shared.comm:
-            root.comm.finish_reduces()
-            for group in root.groups:
-                group.quiesce()  # its memory belongs to a stream of the context that it leaves
-                group.comm = shared.comm
-            root.comm.let_host_write_shards()
-            root.comm = shared.comm

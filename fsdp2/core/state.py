@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
@@ -12,7 +11,6 @@ from typing import Any, Literal, NoReturn
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from fsdp2 import _torch
 from fsdp2.core.agreement import (
@@ -24,16 +22,10 @@ from fsdp2.core.agreement import (
     refuse_unowned_parameters,
     settings_of,
 )
+from fsdp2.core.backward import ModuleBackward, Stage
 from fsdp2.core.buffers import moved_to
-from fsdp2.core.hooks import (
-    STATE,
-    ForwardCall,
-    ModuleHooks,
-    after_backward_of_inputs,
-    before_backward_of_kept,
-    before_backward_of_outputs,
-    on_real_parameters,
-)
+from fsdp2.core.failure import recover_if_failed, reset
+from fsdp2.core.hooks import STATE, ModuleHooks, on_real_parameters
 from fsdp2.core.mesh import DataParallelMesh
 from fsdp2.core.options import (
     MixedPrecisionPolicy,
@@ -42,20 +34,9 @@ from fsdp2.core.options import (
     RootSettings,
 )
 from fsdp2.core.places import PLACE
-from fsdp2.core.root import (
-    ON_ROOT,
-    FSDPRoot,
-    Prefetch,
-    SharedComm,
-    Unit,
-    claim,
-    refuse_busy,
-    release,
-    roots_of,
-    share_context,
-    supersede,
-)
+from fsdp2.core.root import ON_ROOT, FSDPRoot, Prefetch, Unit
 from fsdp2.core.running import refuse_inside_of_a_pass
+from fsdp2.core.several_roots import SharedComm, claim, refuse_busy, release, roots_of, share_context, supersede
 from fsdp2.core.streams import FSDPCommContext, device_for
 from fsdp2.core.structure import Structure, module_paths
 from fsdp2.core.trees import Replaced, cast_floating_point, cast_inputs, map_inputs, tensors_anywhere_in
@@ -183,8 +164,8 @@ _RANGES = {
     "_gather_for_forward": "pre_forward",
     "_leave_forward": "post_forward",
     "_gather_for_recompute": "pre_forward",
-    "_gather_for_backward": "pre_backward",
-    "_end_module_backward": "post_backward",
+    "_gather": "pre_backward",
+    "_end": "post_backward",
 }
 """What profilers show of these methods: ``FSDP::pre_forward (fqn)``, as of torch's."""
 
@@ -266,14 +247,11 @@ class FSDPState:
         self.graph_hooks: Any = UNTRACED
         self.prepared_hooks: Any = UNTRACED
         self.is_captured = True
-        self._calls: list[weakref.ref[ForwardCall]] = []
-        self._on_leaves: list[RemovableHandle] = []
-        self._in_backward = False
-        self._awaits_finalization = False
+        self.backward = ModuleBackward(self)
         self._replaced = Replaced()
         self._replaced_in_calls: list[Replaced | None] = []  # of the calls under way
         self.own = unit
-        self._shared: Unit = ()
+        self.shared: Unit = ()
         for group in unit:
             group.sharers.append(self)
         self._to_run: set[nn.Module] = set()
@@ -293,7 +271,7 @@ class FSDPState:
         """Those of all sharded modules below, if its own module is a root."""
         return () if self.own_root is None else self.own_root.states  # type: ignore[return-value]
 
-    def _on_real_parameters(self, action: Callable[..., None], *args: Any) -> None:
+    def on_real_parameters(self, action: Callable[..., None], *args: Any) -> None:
         """Run ``action``, although functorch may be transforming the forward around it; profilers show its range."""
         if _torch.profiler._is_profiler_enabled:
             action = self._shown(action)
@@ -363,7 +341,7 @@ class FSDPState:
         root = FSDPRoot(self, states, shared, groups, self._root_settings)
         root.post_optim_event, self.post_optim_event = self.post_optim_event, None
         for state in states:
-            state._shared = tuple(group for group in state.unit if group.is_shared)
+            state.shared = tuple(group for group in state.unit if group.is_shared)
             state.own = tuple(group for group in state.unit if not group.is_shared)
         for action in ON_ROOT:
             action(states, groups)
@@ -433,7 +411,7 @@ class FSDPState:
         Not ``frees``: unsharded ones keep their values for a backward that would not be noticed in time.
         """
         if self.root is not None:
-            self.root.recover_if_failed()
+            recover_if_failed(self.root)
             refuse_inside_of_a_pass(self.root, self.modules, self.name)
             self.root.comm.let_host_write_shards()
         for group in self.unit:
@@ -449,7 +427,7 @@ class FSDPState:
         """End the roots that submodules became by running before this module, and what they have begun."""
         for state in states_below_all(self.modules):
             if state.root is not None:
-                state.root.reset()
+                reset(state.root)
                 state.root.dissolve()
 
     # -- forward
@@ -475,19 +453,19 @@ class FSDPState:
         if self.graph_hooks is not UNTRACED:
             self.graph_hooks.called_eagerly(self.name)
         if self.root is None:
-            self._on_real_parameters(self._become_root)
+            self.on_real_parameters(self._become_root)
         root = self.ensure_root()
         # (One without gradients in the backward of another model is a forward like any other.)
         recompute = _torch.current_backward() != -1 and (torch.is_grad_enabled() or root.iteration.in_backward)
         hooks = True
         inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         if recompute:
-            if self._in_backward and self.is_unsharded():
+            if self.backward.stage is Stage.RUNNING and self.is_unsharded():
                 hooks = False  # its parameters are there, and its own hooks are in place
             else:
-                self._on_real_parameters(self._gather_for_recompute, root)
+                self.on_real_parameters(self._gather_for_recompute, root)
         else:
-            self._on_real_parameters(self._gather_for_forward, root)
+            self.on_real_parameters(self._gather_for_forward, root)
             if self.is_root:
                 inputs = self.on_device(args, kwargs, self._replaced)
         if self.policy.inputs is not None and not self.in_full_precision:
@@ -496,7 +474,7 @@ class FSDPState:
         hooks = hooks and self.calls <= 1 and (not self._is_list or self._begins_round(module, recompute))
         if hooks and self.unit and torch.is_grad_enabled():
             args, kwargs = inputs or (args, kwargs)
-            inputs = after_backward_of_inputs(self._new_call(), args, kwargs, self._replaced) or inputs
+            inputs = self.backward.await_end(args, kwargs, self._replaced) or inputs
         if self._replaced.containers or self._replaced.casts:
             self._replaced_in_calls.append(self._replaced)
             self._replaced = Replaced()
@@ -528,11 +506,11 @@ class FSDPState:
             if root.walk is not None:
                 root.walk.enter_backward(self)
             root.gather_for_recompute(self.unit)
-            for group in self._shared:
+            for group in self.shared:
                 group.users.add(self)
 
     def _gather_for_forward(self, root: FSDPRoot) -> None:
-        root.recover_if_failed()
+        recover_if_failed(root)
         if self.is_root:
             if not root.iteration.in_forward:
                 if self._is_list:
@@ -548,7 +526,7 @@ class FSDPState:
                 root.walk.enter_forward(self)
             else:
                 root.gather_for_forward(self.unit, self.forward_prefetch)  # type: ignore[arg-type]
-            for group in self._shared:
+            for group in self.shared:
                 group.users.add(self)
 
     def join_step(self) -> None:
@@ -565,19 +543,6 @@ class FSDPState:
         if root.is_disturbed:
             self._reclaim(root)
         root.join_step()
-
-    def _new_call(self) -> ForwardCall:
-        call = ForwardCall(self)
-        # A call lives as long as its graph, and is forgotten with it.
-        if self._calls:
-            self._calls = [each for each in self._calls if each() is not None]
-        self._calls.append(weakref.ref(call))
-        return call
-
-    def _began(self) -> int:
-        """See `ForwardCall.began`, of the last call."""
-        call = self._calls[-1]() if self._calls else None
-        return -1 if call is None else call.began
 
     def _begins_round(self, module: nn.Module, recompute: bool) -> bool:
         """Whether this call is the first of a round over the modules of the list, in forward or in recomputes."""
@@ -629,8 +594,8 @@ class FSDPState:
         root = self.root
         assert root is not None, "a forward that ends has begun"
         recompute = _torch.current_backward() != -1 and (torch.is_grad_enabled() or root.iteration.in_backward)
-        if not recompute or not self._in_backward:
-            self._on_real_parameters(self._leave_forward, root, module, output, recompute)
+        if not recompute or self.backward.stage is not Stage.RUNNING:
+            self.on_real_parameters(self._leave_forward, root, module, output, recompute)
         if self._replaced_in_calls:
             self._restore_inputs()
         if self.policy.output_dtype is None:
@@ -643,17 +608,13 @@ class FSDPState:
         makes_tangents = awaits_backward and _torch.forward_ad._current_level >= 0
         hidden: Unit = ()
         if awaits_backward:
-            is_compared = len(outputs) > 1 or (outputs and outputs[0]._base is not None)
-            began = self._began() if is_compared else -1
-            is_seen = before_backward_of_outputs(self._pre_backward, outputs, output, began, self._on_leaves)
-            if not recompute and torch.Tensor in map(type, module.__dict__.values()):
-                before_backward_of_kept(self._pre_backward, module, self._began())
+            is_seen = self.backward.await_beginning(module, outputs, output, recompute)
             if not is_seen or makes_tangents:  # whose graphs lead to no output
                 hidden = tuple(group for group in self.unit if group.is_in_graph())
-                root.lend(hidden)
+                root.watched.lend(hidden)
         self._to_run.discard(module)
         computes = self.calls > 1  # a call around this one, as of a method that calls the module
-        for group in self._shared if not computes else ():
+        for group in self.shared if not computes else ():
             group.users.discard(self)
         if root.walk is not None and self.unit and (hidden or self._shows_parameters(outputs)):
             self._refuse_to_stay()
@@ -676,28 +637,11 @@ class FSDPState:
 
         By default the root's are kept for the backward, which needs them first; not if none can come.
         """
-        if self.root is not None and self.root.holds_graph:
+        if self.root is not None and self.root.watched.holds_graph:
             return False
         if self.reshard_after_forward is None:
             return not self.is_root or not torch.is_grad_enabled()
         return self.reshard_after_forward
-
-    def await_backward_of_graph(self, output: Any) -> None:
-        """The root's forward, a graph, has ended: its backward is to be noticed, so that one that fails is known."""
-        root = self.root
-        if root is None or not self.is_root or not torch.is_grad_enabled() or _torch.backward_is_running():
-            return
-        outputs = (output,) if isinstance(output, torch.Tensor) else tensors_anywhere_in(output)
-        reference = weakref.ref(root)  # the graph keeps no model alive
-
-        def begin_backward(_: torch.Tensor) -> None:
-            living = reference()
-            if living is not None:
-                living.begin_backward()
-
-        before_backward_of_outputs(
-            begin_backward, [each for each in outputs if each.grad_fn is not None], output, -1, []
-        )
 
     def forward_failed(self, module: nn.Module) -> None:
         """An exception leaves the forward of ``module``, (one of) this state's.
@@ -720,7 +664,7 @@ class FSDPState:
         self._to_run.discard(module)
         if self.calls > 1:
             return  # a call around this one, which goes on or fails as well
-        for group in self._shared:
+        for group in self.shared:
             group.users.discard(self)
         if not self._to_run:
             self.leave_as_set(self.unit)
@@ -739,7 +683,7 @@ class FSDPState:
             FSDPRuntimeError: it does.
         """
         if self.root is not None:
-            self.root.recover_if_failed()
+            recover_if_failed(self.root)
         if self.root is not None and self.root.is_running():
             raise FSDPRuntimeError("set_full_precision() must be called outside of forward and backward.")
         for group in self.own:
@@ -750,105 +694,7 @@ class FSDPState:
                     "a backward that reduces, or after zero_grad()."
                 )
 
-    # -- backward
-
-    def _pre_backward(self, gradient: torch.Tensor) -> None:
-        root = self.root
-        if root is None:
-            raise FSDPRuntimeError(
-                f"'{self.name}', or a module above or below it, was unwrapped between a forward and its backward; run "
-                "all backwards before."
-            )
-        root.begin_backward()
-        if self._in_backward:
-            return
-        self._in_backward = True
-        self._on_real_parameters(self._gather_for_backward, root)
-
-    def _gather_for_backward(self, root: FSDPRoot) -> None:
-        if self.unit:
-            if root.walk is not None:
-                root.walk.enter_backward(self)
-            else:
-                root.gather_for_backward(self.unit, self.backward_prefetch)  # type: ignore[arg-type]
-            for group in self._shared:
-                group.users.add(self)
-                group.took_part = True
-
-    def begin_second_backward(self) -> None:
-        """The backward of one forward call, which was recorded, begins to be differentiated.
-
-        That goes on through the nodes of the forward, without coming to its outputs.
-        """
-        root = self.root
-        assert root is not None, "a backward follows a forward"
-        root.begin_backward()
-        root.iteration.is_second = True
-        on_real_parameters(root.gather_for_second_backward, self.unit)
-
-    def end_call(self) -> bool:
-        """The backward of one forward call is done: reduce, unless the same backward comes to another call.
-
-        Autograd adds up the gradients of all calls before any of them shows.
-
-        Returns:
-            Whether it is recorded.
-        """
-        if self.root is not None and not self.root.iteration.in_backward:  # a second one, which came another way
-            self.root.begin_backward()
-        reduces = True
-        for reference in self._calls:
-            call = reference()
-            if call is not None and call.is_pending():
-                reduces = False
-        self._on_real_parameters(self._end_module_backward, reduces)
-        return self.root is not None and self.root.iteration.creates_graph
-
-    def end_module_backward(self, *, reduces: bool) -> None:
-        """Reshard and reduce, as the settings say. Nothing here depends on which gradients this rank has."""
-        self._on_real_parameters(self._end_module_backward, reduces)
-
-    def _end_module_backward(self, reduces: bool) -> None:
-        self._in_backward = self._awaits_finalization = False
-        for group in self._shared:
-            group.users.discard(self)
-        root, reshards = self.root, self.reshard_after_backward
-        assert root is not None, "a backward follows a forward"
-        iteration = root.iteration
-        if not (root.holds_graph or iteration.creates_graph or iteration.is_second):
-            for group in self.unit:
-                if not group.users and (group.settings.requires_gradient_sync if reshards is None else reshards):
-                    group.reshard()
-        if iteration.following is not None:
-            root.gather_following(self.unit)
-        if reduces and root.walk is not None:
-            root.walk.leave_backward(self)
-        elif reduces:
-            root.reduce_or_keep(self.own)
-
-    def finish_backward(self) -> None:
-        """The whole backward is done: finish the module if its own end could not be noticed.
-
-        Its inputs need no gradient, it holds gradients of microbatches without communication, or its gradients came by
-        another way than its outputs (a loss that a module keeps as an attribute).
-        """
-        while self._on_leaves:
-            self._on_leaves.pop().remove()
-        if self._in_backward or self._awaits_finalization:
-            self.end_module_backward(reduces=True)
-        else:
-            is_due = any([group.reducer.is_due() for group in self.own])
-            if is_due or any([group.phase is ParamPhase.UNSHARDED for group in self.unit]):
-                self.end_module_backward(reduces=is_due)
-
-    def pause_backward(self) -> None:
-        """A backward is done, and others are to come before the user finalizes them: reduce nothing by ourselves."""
-        if not self._in_backward:
-            return
-        if any(group.settings.requires_gradient_sync for group in self.own):
-            self._in_backward, self._awaits_finalization = False, True
-        else:
-            self.end_module_backward(reduces=True)
+    # -- between iterations
 
     def forget_root(self) -> None:
         """The root that its own module is, is to be none any more."""
@@ -859,7 +705,7 @@ class FSDPState:
 
     def drop_iteration(self) -> None:
         """The iteration has failed."""
-        self._in_backward = self._awaits_finalization = False
+        self.backward.stage = Stage.NONE
         self._to_run.clear()
 
 

@@ -22,6 +22,7 @@ from fsdp2 import _torch
 from fsdp2._remedies import DIVERGENCE
 from fsdp2.arguments import checked
 from fsdp2.core.agreement import Setting, refuse_disagreement
+from fsdp2.core.failure import is_to_restart, recover_if_failed
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.hooks import on_real_parameters
 from fsdp2.core.root import MAX_PREFETCH_DEPTH, WALK, FSDPRoot
@@ -291,7 +292,7 @@ class Joining:
             if event.what == "leave":
                 self._open.discard(event.state)
                 self._release(event.state)
-                event.state.end_module_backward(reduces=False)
+                event.state.backward.end(reduces=False)
             else:
                 self._reduce(event.state)
 
@@ -328,8 +329,8 @@ class Joining:
     def join_step(self) -> None:
         """Go through what is left of a step, or through a whole one. Collective."""
         root = self._root
-        if root.is_to_restart() and not _torch.backward_is_running():
-            root.recover_if_failed()  # all ranks have left the step before: this is another one
+        if is_to_restart(root) and not _torch.backward_is_running():
+            recover_if_failed(root)  # all ranks have left the step before: this is another one
         if (root.iteration.in_forward and not root.iteration.failed) or _torch.backward_is_running():
             raise FSDPRuntimeError("join_step() must be called outside of forward and backward.")
         if root.iteration.in_backward:
@@ -357,7 +358,7 @@ class Joining:
                 )
             root.iteration.failed = False  # it goes on where the program's own forward has ended
         else:
-            root.recover_if_failed()
+            recover_if_failed(root)
             root.begin_forward()
         root.end_forward()
 

@@ -26,11 +26,12 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import _torch
 from fsdp2.arguments import checked
 from fsdp2.core import agreement
+from fsdp2.core.failure import recover_if_failed
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.mesh import DataParallelMesh
 from fsdp2.core.param import FSDPParam, Link, fsdp_param_of, is_subclass, mark_replaced, replacement_of
-from fsdp2.core.root import roots_of
 from fsdp2.core.running import running_pass
+from fsdp2.core.several_roots import roots_of
 from fsdp2.core.sharding import local_shard
 from fsdp2.core.state import FSDPState, state_of, states_below
 from fsdp2.core.traits import carry_attributes_over
@@ -238,7 +239,7 @@ def leave_passes(states: Sequence[FSDPState], caller: str, otherwise: str = "") 
     """
     modules = [module for state in states for module in state.modules]
     for root in roots_of(states):
-        root.recover_if_failed()
+        recover_if_failed(root)
         running = running_pass(root, modules) or ("backward" if _torch.backward_is_running() else None)
         if running is not None:
             raise FSDPRuntimeError(

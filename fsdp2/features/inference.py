@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from fsdp2.arguments import checked
-from fsdp2.core.root import roots_of
+from fsdp2.core.failure import recover_if_failed
+from fsdp2.core.several_roots import roots_of
 from fsdp2.core.state import FSDPState, states_below
 from fsdp2.errors import FSDPRuntimeError
 
@@ -45,7 +46,7 @@ def inference(module: nn.Module) -> AbstractContextManager[None]:
 @contextmanager
 def _inferring(states: list[FSDPState]) -> Iterator[None]:
     for root in roots_of(states):
-        root.recover_if_failed()
+        recover_if_failed(root)
         if root.is_running():
             raise FSDPRuntimeError(
                 f"inference() was entered inside of a forward or backward of {root.name}: enter it before or after."
@@ -65,6 +66,6 @@ def _inferring(states: list[FSDPState]) -> Iterator[None]:
         for state in outermost:
             state.attributes_outside = {}
         for root in roots_of(states):
-            root.recover_if_failed()
+            recover_if_failed(root)
         for group in dict.fromkeys(group for state in states for group in state.unit):
             group.reshard()

@@ -16,6 +16,7 @@ from torch import nn
 
 from fsdp2.arguments import checked
 from fsdp2.core.buffers import storage_alias
+from fsdp2.core.failure import recover_if_failed
 from fsdp2.core.gradients import GradientBucket
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.places import PLACE
@@ -136,7 +137,7 @@ def _groups_between_steps(module: nn.Module, function: str) -> list[FSDPParamGro
         )
     roots: list[FSDPRoot] = list(dict.fromkeys(state.root for state in states if state.root is not None))
     for root in roots:
-        root.recover_if_failed()
+        recover_if_failed(root)
         if root.is_running():
             raise FSDPRuntimeError(
                 f"{function}() was called while a forward or backward of {root.name} is running, or waits for "

@@ -10,41 +10,20 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from fsdp2._remedies import TOOLS
+from fsdp2.core.backward import Stage
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.mesh import DataParallelMesh, DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
-from fsdp2.core.options import MixedPrecisionPolicy, RootSettings
+from fsdp2.core.options import MixedPrecisionPolicy
 from fsdp2.core.param import FSDPParam
-from fsdp2.core.root import FSDPRoot, Unit
 from fsdp2.core.sharding import placement_of
-from fsdp2.core.state import offer
+from fsdp2.core.state import FSDPState, offer
 from fsdp2.errors import ParamPhase
-
-
-class Viewed(Protocol):
-    """A state, as far as its view is concerned; see `FSDPState`."""
-
-    modules: tuple[nn.Module, ...]
-    unit: Unit
-    mesh: DataParallelMesh
-    root: FSDPRoot | None
-    is_root: bool
-    root_settings: RootSettings
-    calls: int
-    reshard_after_forward: bool | None
-    reshard_after_backward: bool | None
-    _in_backward: bool
-
-    def ensure_root(self) -> FSDPRoot:
-        """The root that it belongs to."""
-
-    def end_module_backward(self, *, reduces: bool) -> None:
-        """Reshard and reduce."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,9 +185,9 @@ class GroupView(_View):
     __slots__ = ("_group", "_state")
     _what = "view of a group"
     _group: FSDPParamGroup
-    _state: Viewed
+    _state: FSDPState
 
-    def __init__(self, group: FSDPParamGroup, state: Viewed) -> None:
+    def __init__(self, group: FSDPParamGroup, state: FSDPState) -> None:
         object.__setattr__(self, "_group", group)
         object.__setattr__(self, "_state", state)
 
@@ -272,11 +251,13 @@ class GroupView(_View):
         state, root = self._state, self._state.root
         if root is None:
             return TrainingState.IDLE
-        if state.calls and not state._in_backward:  # also one of a checkpoint, that computes again in backward
+        if (
+            state.calls and state.backward.stage is not Stage.RUNNING
+        ):  # also one of a checkpoint, that computes again in backward
             return TrainingState.FORWARD
         is_gathering = self._group.phase is ParamPhase.UNSHARDING
         if root.iteration.in_backward:
-            if state._in_backward or is_gathering:
+            if state.backward.stage is Stage.RUNNING or is_gathering:
                 return TrainingState.PRE_BACKWARD
             return TrainingState.POST_BACKWARD if self._group.reducer.is_reducing else TrainingState.IDLE
         return TrainingState.FORWARD if is_gathering and root.iteration.in_forward else TrainingState.IDLE
@@ -345,7 +326,7 @@ class GroupView(_View):
         Of all groups of the module together; nothing where there is nothing left.
         """
         if self._state.root is not None and any(group.reducer.is_due() for group in self._state.unit):
-            self._state.end_module_backward(reduces=True)
+            self._state.backward.end(reduces=True)
 
 
 def _info(mesh: DataParallelMesh) -> DataParallelMeshInfo:
@@ -357,11 +338,11 @@ def _info(mesh: DataParallelMesh) -> DataParallelMeshInfo:
     return HSDPMeshInfo(mesh.device_mesh, shard_mesh_dim=1, replicate_mesh_dim=0, **made)
 
 
-def _groups(state: Viewed) -> list[GroupView]:
+def _groups(state: FSDPState) -> list[GroupView]:
     return [GroupView(group, state) for group in state.unit]
 
 
-def _only_group(state: Viewed) -> GroupView | None:
+def _only_group(state: FSDPState) -> GroupView | None:
     """The group, or the first of several meshes; None without parameters."""
     return GroupView(state.unit[0], state) if state.unit else None
 
@@ -371,9 +352,9 @@ class ContextView(_View):
 
     __slots__ = ("_state",)
     _what = "view of what states share"
-    _state: Viewed
+    _state: FSDPState
 
-    def __init__(self, state: Viewed) -> None:
+    def __init__(self, state: FSDPState) -> None:
         object.__setattr__(self, "_state", state)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -410,7 +391,7 @@ class ContextView(_View):
         return self._state.root is not None and self._state.root.iteration.in_backward
 
 
-def _initializer(state: Viewed) -> Callable[[], None]:
+def _initializer(state: FSDPState) -> Callable[[], None]:
     def _lazy_init() -> None:
         """Make the module a root, if it is below none. Collective then."""
         state.ensure_root()
@@ -418,7 +399,7 @@ def _initializer(state: Viewed) -> Callable[[], None]:
     return _lazy_init
 
 
-def _finalizer(state: Viewed) -> Callable[[], None]:
+def _finalizer(state: FSDPState) -> Callable[[], None]:
     def _root_post_backward_final_callback() -> None:
         """Reduce what the microbatches accumulated, wait, and register the sharded parameters. Collective.
 
@@ -474,7 +455,7 @@ _SET_INSTEAD = {
 """What to do instead of setting an attribute of a state."""
 
 
-def _refuse_to_set(name: str, state: Viewed, value: object) -> NoReturn:
+def _refuse_to_set(name: str, state: FSDPState, value: object) -> NoReturn:
     del value
     instead = _SET_INSTEAD.get(name, f"{TOOLS} lists what can be set")
     raise AttributeError(

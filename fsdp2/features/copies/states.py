@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.core.buffers import Offloading
+from fsdp2.core.failure import recover_if_failed
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.hooks import STATE, StateDictHook
 from fsdp2.core.mesh import DataParallelMesh
@@ -245,7 +246,7 @@ def rest_for_copy(state: FSDPState) -> None:
     """
     root = state.root
     if root is not None:
-        root.recover_if_failed()
+        recover_if_failed(root)
         if root.is_running():
             raise FSDPRuntimeError(
                 f"'{state.name}' cannot be copied inside a forward or backward of {root.name}, or before "

@@ -14,6 +14,7 @@ from torch.optim.optimizer import Optimizer
 from fsdp2 import _torch, _torch_compiler
 from fsdp2.arguments import ANYTHING, at_least, checked
 from fsdp2.core.agreement import compared_over
+from fsdp2.core.failure import recover_if_failed
 from fsdp2.core.group import FSDPParamGroup, free_cleared_gradients
 from fsdp2.core.state import state_of, states_below_all
 from fsdp2.core.trees import map_tensors, tensors_in
@@ -307,7 +308,7 @@ class GraphedStep:
         for optimizer in self._optimizers:
             optimizer.zero_grad()
         for root in roots:
-            root.recover_if_failed()
+            recover_if_failed(root)
 
     def _refuse_unready(self) -> None:
         """Before the recording.

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from fsdp2 import _torch
 from fsdp2._remedies import FEWER
 from fsdp2.arguments import at_least, checked
+from fsdp2.core.failure import ABANDON, Abandon
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.places import FAILED, PLACE, RECORDED, RESTARTED
-from fsdp2.core.root import ABANDON, Abandon
 from fsdp2.core.transport import among, is_alone
 from fsdp2.errors import FSDPNotImplementedError
 from fsdp2.features import gloo_p2p

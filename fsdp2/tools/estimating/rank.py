@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import _torch
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.param import fsdp_param_of
-from fsdp2.core.root import roots_of
+from fsdp2.core.several_roots import roots_of
 from fsdp2.core.state import states_below
 from fsdp2.core.streams import FSDPCommContext
 from fsdp2.errors import FSDPRuntimeError, FSDPValueError

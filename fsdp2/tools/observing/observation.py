@@ -33,7 +33,7 @@ from fsdp2.errors import FSDPValueError
 from fsdp2.tools.observing.taps import Tap, Taps
 
 TAPPED: dict[str, tuple[str, ...]] = {
-    "FSDPState": ("_on_real_parameters", "forward_failed"),
+    "FSDPState": ("on_real_parameters", "forward_failed"),
     "FSDPRoot": ("begin_forward", "_gather_ahead", "_end_iteration"),
     "FSDPCommContext": ("_wait_for", "add_pending"),
     "FSDPParamGroup": ("_issue_all_gather", "_copy_out", "_free_unsharded"),
@@ -226,7 +226,7 @@ class Observation:
         if self._only_exchanges and state.root is not None:
             self._taps.forget(state)  # which was to tell when the root forms
             return
-        self._taps.place(state, "_on_real_parameters", functools.partial(_around_action, self, state))
+        self._taps.place(state, "on_real_parameters", functools.partial(_around_action, self, state))
         self._taps.place(state, "forward_failed", functools.partial(_around_failure, self, state))
         for group in state.unit:
             self._observe_group(group)
@@ -379,13 +379,13 @@ def observations_of(group: FSDPParamGroup) -> list[Observation]:
 
 def _around_action(seen: Observation, state: FSDPState, call: Callable[..., None], action: Any, *args: Any) -> None:
     name = getattr(action, "__name__", "")
-    if name in ("_gather_for_forward", "_gather_for_recompute", "_gather_for_backward"):
+    if name in ("_gather_for_forward", "_gather_for_recompute", "_gather"):
         seen.observe_root(args[0])
     listener = seen.listener
     device = None if state.root is None else state.root.comm.device
     if device is not None and name == "_leave_forward":
         listener.close(Activity.RECOMPUTE if args[3] else Activity.FORWARD, seen.name_of(state), device)
-    elif device is not None and name == "_end_module_backward":
+    elif device is not None and name == "_end":
         listener.close(Activity.BACKWARD, seen.name_of(state), device)
     call(action, *args)
     if name == "_become_root" and state.own_root is not None:
@@ -399,7 +399,7 @@ def _around_action(seen: Observation, state: FSDPState, call: Callable[..., None
 _OPENS = {
     "_gather_for_forward": Activity.FORWARD,
     "_gather_for_recompute": Activity.RECOMPUTE,
-    "_gather_for_backward": Activity.BACKWARD,
+    "_gather": Activity.BACKWARD,
 }
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp2.core.hooks import ForwardCall, after_backward_of_inputs, before_backward_of_outputs
+from fsdp2.core.backward import ForwardCall, after_backward_of_inputs, before_backward_of_outputs
 from fsdp2.core.trees import Replaced, map_inputs, map_tensors, tensors_anywhere_in, tensors_in
 from tests.unit.helpers import for_each
 
@@ -27,11 +27,11 @@ class Owner:
         self.then = then
         self.is_recorded = is_recorded
 
-    def end_call(self) -> bool:
+    def end_call(self, ended: ForwardCall) -> bool:
         self.then()
         return self.is_recorded
 
-    def begin_second_backward(self) -> None: ...
+    def begin_second(self) -> None: ...
 
 
 @dataclass
@@ -215,7 +215,7 @@ def test_the_differentiation_of_a_recorded_backward_is_noticed_first_of_all() ->
     calls: list[str] = []
 
     class Recorded(Owner):
-        def begin_second_backward(self) -> None:
+        def begin_second(self) -> None:
             calls.append("second")
 
     weight = torch.ones(2, requires_grad=True)

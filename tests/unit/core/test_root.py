@@ -11,7 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from fsdp2 import FSDPRuntimeError, fully_shard
-from fsdp2.core.root import FSDPRoot, claim, refuse_busy, release, roots_of, supersede
+from fsdp2.core import several_roots
+from fsdp2.core.failure import recover_if_failed, reset
+from fsdp2.core.root import FSDPRoot
+from fsdp2.core.several_roots import claim, refuse_busy, release, roots_of, supersede
 from fsdp2.core.state import state_of
 from tests.harness import fake_world
 from tests.harness.internals import groups_of
@@ -147,11 +150,11 @@ def test_after_an_exception_the_next_iteration_starts_clean(where: str) -> None:
         model(INPUT).sum().backward()
     failed = root.iteration
     model[1].fails = ""
-    root.recover_if_failed()
+    recover_if_failed(root)
     assert root.iteration is not failed and not root.is_running()
     assert phases(model) == ["SHARDED"] * 3
     before = root.iteration
-    root.recover_if_failed()
+    recover_if_failed(root)
     assert root.iteration is before, "there is nothing left to recover from"
     model.zero_grad()
     model(INPUT).sum().backward()
@@ -175,11 +178,11 @@ def test_a_reset_that_loses_gradients_warns_only_where_nobody_asked_for_it() -> 
     model, root = build()
     model.set_requires_gradient_sync(False)
     model(INPUT).sum().backward()
-    root.reset()
+    reset(root)
     model(INPUT).sum().backward()
     with pytest.warns(UserWarning, match="gradients that earlier microbatches had accumulated"):
-        root.reset(warns=True)
-    root.reset(warns=True)  # nothing was left to lose
+        reset(root, warns=True)
+    reset(root, warns=True)  # nothing was left to lose
 
 
 # ---- several roots -----------------------------------------------------------------------------------------
@@ -195,9 +198,6 @@ class FakeRoot:
     is_disturbed: bool = False
     recovered: int = 0
     dissolved: int = 0
-
-    def recover_if_failed(self) -> None:
-        self.recovered += 1
 
     def is_running(self) -> bool:
         return self.runs
@@ -242,7 +242,11 @@ def test_a_release_leaves_the_states_to_the_other_roots_which_notice() -> None:
     assert second.is_disturbed, "it must claim them again before its next forward"
 
 
-def test_a_state_that_another_root_uses_is_refused_by_name() -> None:
+def test_a_state_that_another_root_uses_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def recover(root: FakeRoot) -> None:
+        root.recovered += 1
+
+    monkeypatch.setattr(several_roots, "recover_if_failed", recover)
     state, busy = FakeState(), FakeRoot("Other", runs=True)
     state.roots = [busy]
     refuse_busy("Model", {state: "encoder"}, busy)  # type: ignore[arg-type]

@@ -1,0 +1,131 @@
+"""What becomes of an iteration that an exception has left.
+
+===================================  ==================================================================================
+what was left                        the next forward, or whatever else comes first, finds
+===================================  ==================================================================================
+a forward                            parameters where they rest after a forward, as on ranks where none came; gradients
+                                     of earlier microbatches stay, or go with ``set_on_error``
+a backward, or a wait for exchanges  all sharded, nothing in flight, no gradient of this iteration; with a warning, if
+                                     earlier microbatches had added gradients up without communication
+a step that all ranks leave          the same of all roots, and the learned orders are forgotten: other ranks were
+together                             elsewhere
+===================================  ==================================================================================
+
+`recover_if_failed` is called before anything that needs a clean start.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+from fsdp2 import _torch
+from fsdp2.core.places import PLACE
+from fsdp2.core.ports import Port, missing
+
+if TYPE_CHECKING:
+    from fsdp2.core.group import FSDPParamGroup
+    from fsdp2.core.root import FSDPRoot
+
+
+class Abandon(NamedTuple):
+    """How ranks leave a step together that an exception has left on one of them.
+
+    Attributes:
+        refuse_if_alone: raises if ranks that exchange for these groups cannot tell each other.
+        tell: tells the others, unless they know.
+    """
+
+    refuse_if_alone: Callable[[Iterable[FSDPParamGroup]], None] = missing("watchdog")
+    tell: Callable[[], None] = missing("watchdog")
+
+
+ABANDON: Port[Abandon] = Port(Abandon())
+
+
+def is_to_restart(root: FSDPRoot) -> bool:
+    """Whether all ranks were told to leave the step that this one is in, by this one or by another."""
+    iteration = root.iteration
+    has_failed = iteration.failed or (iteration.in_backward and not _torch.backward_is_running())
+    return root.restarts != PLACE.restarts or (root.settings.aborts_together and has_failed)
+
+
+def recover_if_failed(root: FSDPRoot) -> None:
+    """Start clean if an exception left the last iteration's forward or backward.
+
+    A backward has failed if it began, and neither ended nor is running now.
+    """
+    in_backward = root.iteration.in_backward and not _torch.backward_is_running()
+    has_failed = in_backward or root.comm.was_interrupted or root.iteration.failed
+    keeps = root.settings.on_error == "keep_accumulated"
+    if has_failed and root.settings.aborts_together and root.restarts == PLACE.restarts:
+        ABANDON.filling.tell()
+    if root.restarts != PLACE.restarts:
+        # Other ranks were elsewhere when all of them raised: nothing may be left in which they differ.
+        root.restarts = PLACE.restarts
+        has_failed = True
+        reset(root, warns=keeps, of_all_roots=True)
+        for order in root.orders:
+            order.forget()
+    elif in_backward or root.comm.was_interrupted:
+        PLACE.failure = f"an exception had left its step {PLACE.step}, {PLACE.phase}"
+        reset(root, warns=keeps)
+    elif root.iteration.failed:
+        PLACE.failure = f"an exception had left its step {PLACE.step}, {PLACE.phase}"
+        _leave_failed_forward(root)
+    if has_failed and not keeps:
+        root.comm.drop_reduces({group.reducer for group in root.groups})  # else they would be delivered later
+        for group in root.groups:
+            group.drop_gradients()
+
+
+def _leave_failed_forward(root: FSDPRoot) -> None:
+    """End a forward that an exception has left, as it ends on ranks where none came.
+
+    All ranks may agree to skip the batch: then they must gather the same in the next forward. So what rests
+    unsharded after a forward does so here, and gradients of earlier microbatches stay.
+    """
+    ahead = root.iteration.ahead
+    if root.walk is not None:
+        root.walk.forward_failed()
+    for group in root.groups:
+        group.users.clear()
+        if group in ahead or group.was_interrupted:
+            group.reshard()
+    root.end_rounds()
+    if root.iteration.gathered:
+        root.evaluation_order.settle()
+    for order in root.orders:
+        order.abandon()
+    ended = root.next_iteration()
+    root.iteration.unfinalized, root.iteration.reduced = ended.unfinalized, ended.reduced
+
+
+def reset(root: FSDPRoot, *, warns: bool = False, of_all_roots: bool = False) -> None:
+    """Wait for what is in flight, drop it, and forget the iteration.
+
+    ``warns`` if gradients of earlier microbatches are lost, as they are when nobody asked for it. ``of_all_roots``:
+    reductions of others on the same context are dropped too.
+    """
+    root.comm.invalidate_handle(root)
+    root.comm.drop_reduces(None if of_all_roots else {group.reducer for group in root.groups})
+    root.comm.let_host_write_shards()
+    root.watched.hold_graph(False, root.groups, in_forward=root.iteration.in_forward)
+    for group in root.shared:
+        group.users.clear()
+        group.took_part = False
+    lost = [group.name for group in root.groups if group.abandon()]
+    for state in root.states:
+        state.drop_iteration()
+    for order in root.orders:
+        order.abandon()
+    if root.walk is not None:
+        root.walk.abandon()
+    root.next_iteration()
+    if lost and warns:
+        warnings.warn(
+            f"An iteration of {root.name} failed; gradients that earlier microbatches had accumulated without "
+            "communication were dropped with it. Run the whole accumulation again.",
+            stacklevel=2,
+        )
