@@ -37,6 +37,7 @@ from fsdp2.core.options import (
     RootSettings,
     check_comm,
     denominator_of,
+    refuse_settings,
 )
 from fsdp2.core.param import refuse_share_memory
 from fsdp2.core.root import FSDPRoot, Unit
@@ -931,7 +932,7 @@ def _configure_groups(groups: Sequence[FSDPParamGroup], changes: Mapping[str, An
     settings = [made[group.settings] for group in groups]
     if not changes.keys() <= FREE:
         for group, each in zip(groups, settings, strict=True):
-            group.refuse_settings(each)
+            refuse_settings(group, each)
         for group, each in zip(groups, settings, strict=True):
             group.configure(each)
     else:

@@ -25,7 +25,7 @@ from fsdp2.core.plan import GroupPlan, ParamPlan
 from fsdp2.core.reduce import GradientReducer
 from fsdp2.core.streams import CommHandle, FSDPCommContext
 from fsdp2.core.transport import Alone, Transport, is_alone, transport_of
-from fsdp2.errors import PARAM_TRANSITIONS, FSDPRuntimeError, FSDPValueError, ParamPhase
+from fsdp2.errors import PARAM_TRANSITIONS, FSDPRuntimeError, ParamPhase
 
 
 class Unsharding(CommHandle):
@@ -127,350 +127,6 @@ class FSDPParamGroup:
             param.group = self
         self._lay_out()
 
-    def rename(self, name: str, paths: Mapping[nn.Module, str]) -> None:
-        """For messages, below a root: the module is called ``name`` there, and all modules as ``paths`` says."""
-        self.name = name
-        for param in self.params:
-            param.rename(paths)
-
-    def belong_to(self, root: int) -> None:
-        """Exchanges are those of the root of this number, of those of its kind."""
-        if root != self.of_root:
-            self.of_root = root
-            self._name_exchanges()
-
-    # -- what the group is made of
-
-    def tie(self, param: FSDPParam, uses: Sequence[tuple[nn.Module, str]]) -> None:
-        """Let modules outside of this group's own hold ``param`` as well."""
-        self.reshard()
-        param.tie(uses)
-        self._registrations = Registrations(self.params)
-        self.configure(dataclasses.replace(self.settings, unshards_in_backward=True))
-
-    def register_in(self, param: FSDPParam, place: Registration) -> None:
-        """Register ``param`` in one more place, which holds its original."""
-        self.reshard()
-        param.register_in([place])
-        self._registrations = Registrations(self.params)
-
-    @property
-    def sharded(self) -> tuple[nn.Parameter, ...]:
-        """The sharded parameters: the same object until one was replaced."""
-        return self._sharded
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether weights are tied across `fully_shard` calls."""
-        return len(self.sharers) > 1
-
-    @property
-    def placed_within(self) -> DeviceMesh | None:
-        """The mesh of the `fully_shard` call, if ``shard_placement_fn`` has put the parameters on a part of its ranks.
-
-        Their gradients are never reduced over the others, where parameters of the same place hold other values.
-        """
-        own, whole = self.mesh.device_mesh, self.sharers[0].mesh.device_mesh
-        return whole if is_part_of(own, whole) else None
-
-    @property
-    def transport(self) -> Transport:
-        """What gathers its parameters from their shards."""
-        return self._transport
-
-    @property
-    def plan(self) -> GroupPlan:
-        """How it communicates: the same object until parameters or gradients are laid out anew."""
-        gathers = tuple([buffers.plan for buffers in self.storage.buffers])
-        reduces = tuple([bucket.plan for bucket in self.reducer.buckets])
-        known = self._plan
-        if known is None or not _are_same(gathers + reduces, known.gathers + known.reduces):
-            way = transport_of(self.mesh.shard_group, self.mesh.device).way
-            self._plan = GroupPlan(
-                ", ".join(filter(None, (str(self.mesh), way))),
-                tuple(ParamPlan(param.fqn, param.shape, param.requires_grad) for param in self.params),
-                gathers,
-                reduces,
-                self.storage.extended,
-            )
-        assert self._plan is not None, "just made"
-        return self._plan
-
-    def _lay_out(self) -> None:
-        self.is_prepared = False
-        self._rests_in_place = False
-        with _torch.plain_attributes():
-            before = list(map(_torch.untyped_storage, self._sharded))
-        self.storage.lay_out()
-        with _torch.plain_attributes():
-            after = list(map(_torch.untyped_storage, self._sharded))
-        self._versioned = (*self._sharded, *[param.local for param in self.params])
-        # Those that are on another device now, see `FSDPParam.lie_on`; what a user has set is refused later.
-        known = zip(self._storages, before, after, strict=True)
-        self._storages = tuple([now if now is not was else noted for noted, was, now in known])
-
-    def prepare(self, comm: FSDPCommContext) -> None:
-        """Build everything that the hot path uses. Nothing is communicated.
-
-        Raises:
-            FSDPRuntimeError: a parameter is still on meta, or not where its shards live.
-        """
-        self.adopt_replaced()
-        self.storage.check_devices(self.name)
-        self.comm = comm
-        # Buffers made under inference mode could never take part in training.
-        with torch.inference_mode(False), torch.no_grad():
-            self.storage.prepare(is_alone=is_alone(self.mesh.shard_group))
-        self.reducer.name, self.reducer.of_root = self.name, self.of_root
-        self.reducer.lay_out(self.params)
-        self._bind_transports()
-        self.is_prepared = True
-
-    def _prepare_anew(self, comm: FSDPCommContext) -> None:
-        """The same within an iteration, whose gathers do not know of what compute has written since it began."""
-        if self.reducer.is_reducing:
-            comm.finish_reduces()  # what is in flight was packed by the old plan
-        self.prepare(comm)
-        comm.gathers_follow_compute()  # which wrote new shard buffers, or was to use what was allocated
-
-    def _name_exchanges(self) -> None:
-        self.reducer.name, self.reducer.of_root = self.name, self.of_root
-        self.reducer.name_exchanges()
-        self._bind_transports()
-
-    def _bind_transports(self) -> None:
-        custom, post_forward = self.settings.custom_all_gather, self.storage.post_forward
-        sizes = [f"{each.plan.param_dtype} {each.plan.layout.shard_numel}" for each in self.storage.buffers]
-        sent = f"{sizes} {self.of_root}"
-        what = label(f"the all-gather of '{self.name}'", sent)
-        self._transport = transport_of(self.mesh.shard_group, self.mesh.device, custom, label=what)
-        if post_forward is not None:
-            what = label(f"the all-gather of '{self.name}' from fewer ranks", sent)
-            group = post_forward.mesh.shard_group
-            self._transport_among_neighbours = transport_of(group, self.mesh.device, custom, label=what)
-
-    def refuse_settings(self, settings: GroupSettings) -> None:
-        """Refuse what this group cannot do, or not now.
-
-        Raises:
-            FSDPRuntimeError: gradients that were scaled or laid out otherwise wait for a later backward; a captured
-                graph uses memory that would be freed.
-            FSDPValueError: it could not work.
-        """
-        if not settings.scales_like(self.settings):
-            self._refuse_rescaling()
-        if settings.packs_reductions is not self.settings.packs_reductions:
-            self._refuse_packing_otherwise()
-        frees = self.settings.keeps_unsharded_storage and not settings.keeps_unsharded_storage
-        if frees and self.comm is not None and self.comm.was_captured:
-            raise FSDPRuntimeError(
-                f"set_keep_unsharded_storage(False) on '{self.name}': a graph was captured that writes and reads the "
-                "storage, which would be given to others. Leave it as it is for as long as that graph is replayed."
-            )
-        if settings.comm_hook is not None and None not in self.mesh.key:
-            raise FSDPValueError(
-                f"Communication hook is not supported for hybrid strategies, and '{self.name}' is sharded over "
-                f"{self.mesh}: shard it over a mesh of one dim, or reduce over the replicas in set_all_reduce_hook()."
-            )
-        if settings.all_reduce_hook_stream is not None and self.mesh.replicate_group is not None:
-            raise FSDPValueError(
-                "set_all_reduce_hook: stream cannot be set when using native HSDP, a (replicate, shard) mesh, "
-                "whose all-reduce has a stream already; the hook runs there."
-            )
-        if self.is_shared and not settings.unshards_in_backward:
-            raise FSDPValueError(
-                f"set_unshard_in_backward(False) on '{self.name}', whose weights are tied to those of another "
-                "module: that one's backward may need them."
-            )
-        if settings.zeros_for_unused:
-            self.reducer.refuse_zeros_of_any_dtype()
-
-    def configure(self, settings: GroupSettings) -> None:
-        """Go on with other settings, once the reductions in flight have ended as they began."""
-        before = self.settings
-        if self.comm is not None and (
-            settings.changes_layout(before) or settings.denominator is not before.denominator
-        ):
-            self.comm.finish_reduces()
-        if settings.gathers_on_compute is not before.gathers_on_compute:
-            self.quiesce()  # what is kept lies in memory of the other stream
-        if settings.custom_all_gather is not before.custom_all_gather and self._phase is ParamPhase.UNSHARDING:
-            self.reshard()
-        self.reducer.configure(settings)
-        self.settings = settings
-        custom = settings.custom_all_gather
-        if custom is not before.custom_all_gather:
-            with torch.inference_mode(False):
-                self.storage.gather_with(None if custom is None else custom.allocate)
-            self._bind_transports()
-        if settings.keeps_unsharded_storage is not before.keeps_unsharded_storage:
-            self._keep_unsharded_storage(settings.keeps_unsharded_storage)
-        if settings.full_precision is not before.full_precision:
-            self._compute_in_full_precision(settings.full_precision)
-
-    def _compute_in_full_precision(self, full: bool) -> None:
-        self.quiesce()
-        for param in self.params:
-            param.in_full_precision = full
-        self._lay_out_anew()
-
-    def _refuse_rescaling(self) -> None:
-        if self.comm is not None:
-            self.comm.finish_reduces()
-        if self.reducer.awaits_all_reduce():
-            raise FSDPRuntimeError(
-                f"gradients of '{self.name}' were reduced over shards, with one scaling, and wait for their all-reduce "
-                "over replicas; change how gradients are scaled before a backward with set_requires_all_reduce(False), "
-                "or after the one that all-reduces."
-            )
-
-    def _refuse_packing_otherwise(self) -> None:
-        if self.reducer.awaits_all_reduce() or self.reducer.awaits_last():
-            raise FSDPRuntimeError(
-                f"gradients of '{self.name}' wait for their all-reduce over replicas, or on the host for the last "
-                "backward, as they were laid out; change what lays gradients out (set_custom_reduce_scatter) "
-                "after a backward that delivers them."
-            )
-
-    def rest_on_all_ranks(self) -> None:
-        """Reshard to all ranks after forward, or not at all, if it was to fewer."""
-        is_under_way = self._unsharding is not None and self._unsharding.resumes
-        if is_under_way or self._phase is ParamPhase.SHARDED_POST_FORWARD:
-            self.reshard()
-        self.storage.post_forward = None
-
-    def _keep_unsharded_storage(self, keep: bool) -> None:
-        self.storage.keep_memory(keep)
-        if not keep and self._phase in (ParamPhase.SHARDED, ParamPhase.SHARDED_POST_FORWARD):
-            self._free_unsharded()
-
-    def written(self) -> tuple[int, int]:
-        """Changes with writes to the sharded parameters, as far as they can be seen; alike on all ranks.
-
-        Those through ``to_local()`` too, which are alike if all ranks make them: local tensors count their own.
-        """
-        with _torch.plain_attributes():
-            return self._write_counter.writes, sum(map(_torch.version_of, self._versioned))
-
-    def note_write(self) -> None:
-        """The sharded parameters were written by what the host does not see."""
-        self._write_counter.writes += 1
-        WriteCounter.steps += 1
-
-    def is_stale(self) -> bool:
-        """Whether the sharded parameters were written since they were gathered, as far as that can be seen."""
-        return self._gathered != self.written()
-
-    def _sent_version(self) -> object:
-        """Changes with writes to this rank's shards, which are not stale; None if they may be written unseen."""
-        if WriteCounter.unwatched:
-            return None
-        return self.written(), WriteCounter.steps
-
-    def quiesce(self, *, frees: bool = True) -> None:
-        """Reshard, and cast shards anew in the next gather: they may be written in ways that are not seen.
-
-        Not ``frees``: what `rest_in_place` has left stays, for the graph that reads it.
-        """
-        if frees or not self._rests_in_place:
-            self.reshard(by_user=True)
-        self.storage.forget_sent()
-
-    # -- replaced parameters
-
-    def adopt_replaced(self) -> None:
-        """Take over sharded parameters that the user replaced, moved, converted, froze or unfroze.
-
-        Only while the sharded parameters are registered. The buffers are rebuilt where values moved, and the plan if
-        there was one.
-
-        Raises:
-            FSDPRuntimeError: a replacement is not a DTensor parameter of the same shape, mesh and placements.
-        """
-        if self.loan is not None or self._phase is not ParamPhase.SHARDED:
-            return
-        if self._registrations.hold_sharded() or self._adopt_in_place():
-            return
-        if self.comm is not None:
-            self.comm.finish_reduces()  # what is in flight was packed by the old plan
-        self._take_over(self._replacements())
-        self._lay_out_anew()
-
-    def _lay_out_anew(self) -> None:
-        """Build buffers and, if there was one, the plan for what the parameters are now."""
-        self._gathered = None
-        self.storage.outdate()  # autograd refuses the backward of graphs that have saved the values of before
-        with torch.inference_mode(False):
-            self._lay_out()
-        if self.comm is not None and all(param.local.device == self.storage.offloading.device for param in self.params):
-            self._prepare_anew(self.comm)  # else when it is needed: the parameters may be on their way somewhere
-
-    def refuse_loan(self, what: str) -> None:
-        """Refuse ``what``, which needs the sharded parameters to be registered.
-
-        Raises:
-            FSDPRuntimeError: others are.
-        """
-        if self.loan is not None:
-            raise FSDPRuntimeError(
-                f"{what} of '{self.name}' inside of {self.loan.lender}, which has registered other parameters for as "
-                "long as it lasts: do it after."
-            )
-
-    def _replacements(self) -> list[tuple[FSDPParam, nn.Parameter]]:
-        """What is registered now, all of it looked at before anything is changed."""
-        return [(param, param.registered()) for param in self.params]
-
-    def _take_over(self, replacements: list[tuple[FSDPParam, nn.Parameter]]) -> None:
-        for param, found in replacements:
-            if found is not param.sharded:
-                mark_replaced(param.sharded, found)
-            param.adopt(found)
-        self._take_sharded()
-        self._registrations.expect_replaced()
-
-    def _take_sharded(self) -> None:
-        self._sharded = tuple([param.sharded for param in self.params])
-        with _torch.plain_attributes():
-            self._storages = tuple(map(_torch.untyped_storage, self._sharded))
-        self._versioned = (*self._sharded, *[param.local for param in self.params])
-
-    def _adopt_in_place(self) -> bool:
-        """Take over parameters whose values lie where they lay: frozen ones, and new wrappers, as by model.to(device).
-
-        Unsharded parameters and buffers stay, so that this may be between a forward and its backward.
-
-        Returns:
-            Whether that was all.
-        """
-        replacements = self._replacements()
-        if not all(param.lies_under(found) for param, found in replacements):
-            return False
-        if self.comm is not None:
-            self.comm.finish_reduces()  # what is in flight was packed by the old plan
-        was_stale = self.is_stale()
-        self._take_over(replacements)
-        self._gathered = self.written() if not was_stale else None
-        self.storage.forget_sent()  # its version was that of others
-        self._lay_out_gradients()
-        return True
-
-    def _lay_out_gradients(self) -> None:
-        """Anew: parameters were frozen or thawed."""
-        if self.is_prepared:
-            self.is_prepared = False  # as long as gradients wait, and refuse another layout
-            self.reducer.lay_out(self.params)
-            self.is_prepared = True
-
-    def _adopt_toggled(self) -> None:
-        """Take over that parameters were frozen or thawed while they were unsharded: their backward begins."""
-        if self.comm is not None:
-            self.comm.finish_reduces()  # what is in flight was packed by the old plan
-        for param in self.params:
-            param.adopt_toggled()
-        self._registrations.expect_replaced()
-        self._lay_out_gradients()
-
     # -- unshard
 
     @property
@@ -495,10 +151,23 @@ class FSDPParamGroup:
     def unshard(self, *, for_backward: bool = False, user_initiated: bool = False, is_prefetch: bool = False) -> bool:
         """Issue the all-gather, unless the parameters are unsharded or about to be. Collective, asynchronous.
 
-        Stale unsharded parameters are gathered again, but not ``for_backward``, which needs those of its forward; so is
-        what an exception has cut short, which the model may have caught.
-        ``user_initiated``: the user waits for it, so a custom all-gather may be asynchronous. ``is_prefetch``: of a
-        backward that is only expected: nothing is done if the values of its forward are gone.
+        =========================  ========================================  =======================================
+        parameters are             forward, or the user                      ``for_backward``
+        =========================  ========================================  =======================================
+        sharded                    gathered                                  gathered; refused if stale
+        ... their values in place  gathered, as other ranks may have to      registered; refused if stale
+        sharded among fewer ranks  gathered from there, or if stale anew     gathered from there
+        about to be unsharded      left to come, or if stale gathered anew   left to come
+        unsharded                  left, or if stale gathered anew           left; refused if their memory was written
+        =========================  ========================================  =======================================
+
+        Stale: written since they were gathered (in forward, frozen or thawed as well). A backward needs the values of
+        its forward. What an exception has cut short counts as sharded: the model may have caught it.
+
+        Args:
+            for_backward: see above.
+            user_initiated: the user waits for it, so a custom all-gather may be asynchronous.
+            is_prefetch: of a backward that is only expected: where that would be refused nothing is done.
 
         Returns:
             Whether an all-gather is in flight.
@@ -520,29 +189,13 @@ class FSDPParamGroup:
                 self.reshard()
         if for_backward and is_prefetch and self.is_stale():
             return self._unsharding is not None
-        if self._rests_in_place:
-            # A forward gathers anew, whatever it finds: on another rank the user's code may have looked at the shards.
-            if for_backward:
-                self.rest_in_place()
-            if for_backward and self._registrations.hold_sharded() and not self.is_stale():
-                self._rests_in_place = False
-                self._registrations.register_unsharded()
-                self._enter(ParamPhase.UNSHARDED)
-                return False
-            self._free_unsharded()
+        if self._rests_in_place and self._takes_up_in_place(for_backward):
+            return False
         if self._phase is not ParamPhase.SHARDED:
-            is_changed = False
-            if not for_backward and self._phase is ParamPhase.UNSHARDED:
-                is_changed = self._registrations.are_toggled()
-            elif not for_backward and unsharding is not None and not unsharding.resumes:
-                is_changed = self._registrations.were_changed()  # since it was gathered ahead
-            if for_backward or not (is_changed or self.is_stale()):
+            if for_backward or self._is_as_gathered():
                 if self._phase is not ParamPhase.SHARDED_POST_FORWARD:
-                    if for_backward and self._phase is ParamPhase.UNSHARDED and self._registrations.are_toggled():
-                        self._adopt_toggled()
-                    is_there = for_backward and not is_prefetch and self._phase is ParamPhase.UNSHARDED
-                    if is_there and self.storage.lies_in_place and self.is_stale():
-                        self.refuse_backward()  # what was written is what the forward saved
+                    if for_backward and self._phase is ParamPhase.UNSHARDED:
+                        self._begin_backward(is_prefetch)
                     return self._unsharding is not None
                 if self._rests_as_left():
                     self._start(for_backward, user_initiated)
@@ -558,6 +211,37 @@ class FSDPParamGroup:
             self._prepare_anew(self.comm)
         self._start(for_backward, user_initiated)
         return True
+
+    def _takes_up_in_place(self, for_backward: bool) -> bool:
+        """Register what `rest_in_place` has left, for a backward that may use it; else free it.
+
+        A forward gathers anew, whatever it finds: on another rank the user's code may have looked at the shards.
+        """
+        if for_backward:
+            self.rest_in_place()
+            if self._registrations.hold_sharded() and not self.is_stale():
+                self._rests_in_place = False
+                self._registrations.register_unsharded()
+                self._enter(ParamPhase.UNSHARDED)
+                return True
+        self._free_unsharded()
+        return False
+
+    def _is_as_gathered(self) -> bool:
+        """Whether a forward may compute with what is unsharded, about to be, or rests among fewer ranks."""
+        is_changed = False
+        if self._phase is ParamPhase.UNSHARDED:
+            is_changed = self._registrations.are_toggled()
+        elif self._unsharding is not None and not self._unsharding.resumes:
+            is_changed = self._registrations.were_changed()  # since it was gathered ahead
+        return not (is_changed or self.is_stale())
+
+    def _begin_backward(self, is_prefetch: bool) -> None:
+        """A backward begins, and finds the parameters unsharded."""
+        if self._registrations.are_toggled():
+            self._adopt_toggled()
+        if self.storage.lies_in_place and not is_prefetch and self.is_stale():
+            self.refuse_backward()  # what was written is what the forward saved
 
     def _rests_as_left(self) -> bool:
         """Whether what is registered after forward is what was, neither written nor frozen."""
@@ -869,6 +553,296 @@ class FSDPParamGroup:
         self.reducer.abandon()
         for param in self.params:
             param.sharded.grad = None
+
+    # -- what the group is made of
+
+    def rename(self, name: str, paths: Mapping[nn.Module, str]) -> None:
+        """For messages, below a root: the module is called ``name`` there, and all modules as ``paths`` says."""
+        self.name = name
+        for param in self.params:
+            param.rename(paths)
+
+    def belong_to(self, root: int) -> None:
+        """Exchanges are those of the root of this number, of those of its kind."""
+        if root != self.of_root:
+            self.of_root = root
+            self._name_exchanges()
+
+    def tie(self, param: FSDPParam, uses: Sequence[tuple[nn.Module, str]]) -> None:
+        """Let modules outside of this group's own hold ``param`` as well."""
+        self.reshard()
+        param.tie(uses)
+        self._registrations = Registrations(self.params)
+        self.configure(dataclasses.replace(self.settings, unshards_in_backward=True))
+
+    def register_in(self, param: FSDPParam, place: Registration) -> None:
+        """Register ``param`` in one more place, which holds its original."""
+        self.reshard()
+        param.register_in([place])
+        self._registrations = Registrations(self.params)
+
+    @property
+    def sharded(self) -> tuple[nn.Parameter, ...]:
+        """The sharded parameters: the same object until one was replaced."""
+        return self._sharded
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether weights are tied across `fully_shard` calls."""
+        return len(self.sharers) > 1
+
+    @property
+    def placed_within(self) -> DeviceMesh | None:
+        """The mesh of the `fully_shard` call, if ``shard_placement_fn`` has put the parameters on a part of its ranks.
+
+        Their gradients are never reduced over the others, where parameters of the same place hold other values.
+        """
+        own, whole = self.mesh.device_mesh, self.sharers[0].mesh.device_mesh
+        return whole if is_part_of(own, whole) else None
+
+    @property
+    def transport(self) -> Transport:
+        """What gathers its parameters from their shards."""
+        return self._transport
+
+    @property
+    def plan(self) -> GroupPlan:
+        """How it communicates: the same object until parameters or gradients are laid out anew."""
+        gathers = tuple([buffers.plan for buffers in self.storage.buffers])
+        reduces = tuple([bucket.plan for bucket in self.reducer.buckets])
+        known = self._plan
+        if known is None or not _are_same(gathers + reduces, known.gathers + known.reduces):
+            way = transport_of(self.mesh.shard_group, self.mesh.device).way
+            self._plan = GroupPlan(
+                ", ".join(filter(None, (str(self.mesh), way))),
+                tuple(ParamPlan(param.fqn, param.shape, param.requires_grad) for param in self.params),
+                gathers,
+                reduces,
+                self.storage.extended,
+            )
+        assert self._plan is not None, "just made"
+        return self._plan
+
+    def _lay_out(self) -> None:
+        self.is_prepared = False
+        self._rests_in_place = False
+        with _torch.plain_attributes():
+            before = list(map(_torch.untyped_storage, self._sharded))
+        self.storage.lay_out()
+        with _torch.plain_attributes():
+            after = list(map(_torch.untyped_storage, self._sharded))
+        self._versioned = (*self._sharded, *[param.local for param in self.params])
+        # Those that are on another device now, see `FSDPParam.lie_on`; what a user has set is refused later.
+        known = zip(self._storages, before, after, strict=True)
+        self._storages = tuple([now if now is not was else noted for noted, was, now in known])
+
+    def prepare(self, comm: FSDPCommContext) -> None:
+        """Build everything that the hot path uses. Nothing is communicated.
+
+        Raises:
+            FSDPRuntimeError: a parameter is still on meta, or not where its shards live.
+        """
+        self.adopt_replaced()
+        self.storage.check_devices(self.name)
+        self.comm = comm
+        # Buffers made under inference mode could never take part in training.
+        with torch.inference_mode(False), torch.no_grad():
+            self.storage.prepare(is_alone=is_alone(self.mesh.shard_group))
+        self.reducer.name, self.reducer.of_root = self.name, self.of_root
+        self.reducer.lay_out(self.params)
+        self._bind_transports()
+        self.is_prepared = True
+
+    def _prepare_anew(self, comm: FSDPCommContext) -> None:
+        """The same within an iteration, whose gathers do not know of what compute has written since it began."""
+        if self.reducer.is_reducing:
+            comm.finish_reduces()  # what is in flight was packed by the old plan
+        self.prepare(comm)
+        comm.gathers_follow_compute()  # which wrote new shard buffers, or was to use what was allocated
+
+    def _name_exchanges(self) -> None:
+        self.reducer.name, self.reducer.of_root = self.name, self.of_root
+        self.reducer.name_exchanges()
+        self._bind_transports()
+
+    def _bind_transports(self) -> None:
+        custom, post_forward = self.settings.custom_all_gather, self.storage.post_forward
+        sizes = [f"{each.plan.param_dtype} {each.plan.layout.shard_numel}" for each in self.storage.buffers]
+        sent = f"{sizes} {self.of_root}"
+        what = label(f"the all-gather of '{self.name}'", sent)
+        self._transport = transport_of(self.mesh.shard_group, self.mesh.device, custom, label=what)
+        if post_forward is not None:
+            what = label(f"the all-gather of '{self.name}' from fewer ranks", sent)
+            group = post_forward.mesh.shard_group
+            self._transport_among_neighbours = transport_of(group, self.mesh.device, custom, label=what)
+
+    def configure(self, settings: GroupSettings) -> None:
+        """Go on with other settings, once the reductions in flight have ended as they began."""
+        before = self.settings
+        if self.comm is not None and (
+            settings.changes_layout(before) or settings.denominator is not before.denominator
+        ):
+            self.comm.finish_reduces()
+        if settings.gathers_on_compute is not before.gathers_on_compute:
+            self.quiesce()  # what is kept lies in memory of the other stream
+        if settings.custom_all_gather is not before.custom_all_gather and self._phase is ParamPhase.UNSHARDING:
+            self.reshard()
+        self.reducer.configure(settings)
+        self.settings = settings
+        custom = settings.custom_all_gather
+        if custom is not before.custom_all_gather:
+            with torch.inference_mode(False):
+                self.storage.gather_with(None if custom is None else custom.allocate)
+            self._bind_transports()
+        if settings.keeps_unsharded_storage is not before.keeps_unsharded_storage:
+            self._keep_unsharded_storage(settings.keeps_unsharded_storage)
+        if settings.full_precision is not before.full_precision:
+            self._compute_in_full_precision(settings.full_precision)
+
+    def _compute_in_full_precision(self, full: bool) -> None:
+        self.quiesce()
+        for param in self.params:
+            param.in_full_precision = full
+        self._lay_out_anew()
+
+    def rest_on_all_ranks(self) -> None:
+        """Reshard to all ranks after forward, or not at all, if it was to fewer."""
+        is_under_way = self._unsharding is not None and self._unsharding.resumes
+        if is_under_way or self._phase is ParamPhase.SHARDED_POST_FORWARD:
+            self.reshard()
+        self.storage.post_forward = None
+
+    def _keep_unsharded_storage(self, keep: bool) -> None:
+        self.storage.keep_memory(keep)
+        if not keep and self._phase in (ParamPhase.SHARDED, ParamPhase.SHARDED_POST_FORWARD):
+            self._free_unsharded()
+
+    def written(self) -> tuple[int, int]:
+        """Changes with writes to the sharded parameters, as far as they can be seen; alike on all ranks.
+
+        Those through ``to_local()`` too, which are alike if all ranks make them: local tensors count their own.
+        """
+        with _torch.plain_attributes():
+            return self._write_counter.writes, sum(map(_torch.version_of, self._versioned))
+
+    def note_write(self) -> None:
+        """The sharded parameters were written by what the host does not see."""
+        self._write_counter.writes += 1
+        WriteCounter.steps += 1
+
+    def is_stale(self) -> bool:
+        """Whether the sharded parameters were written since they were gathered, as far as that can be seen."""
+        return self._gathered != self.written()
+
+    def _sent_version(self) -> object:
+        """Changes with writes to this rank's shards, which are not stale; None if they may be written unseen."""
+        if WriteCounter.unwatched:
+            return None
+        return self.written(), WriteCounter.steps
+
+    def quiesce(self, *, frees: bool = True) -> None:
+        """Reshard, and cast shards anew in the next gather: they may be written in ways that are not seen.
+
+        Not ``frees``: what `rest_in_place` has left stays, for the graph that reads it.
+        """
+        if frees or not self._rests_in_place:
+            self.reshard(by_user=True)
+        self.storage.forget_sent()
+
+    # -- replaced parameters
+
+    def adopt_replaced(self) -> None:
+        """Take over sharded parameters that the user replaced, moved, converted, froze or unfroze.
+
+        Only while the sharded parameters are registered. The buffers are rebuilt where values moved, and the plan if
+        there was one.
+
+        Raises:
+            FSDPRuntimeError: a replacement is not a DTensor parameter of the same shape, mesh and placements.
+        """
+        if self.loan is not None or self._phase is not ParamPhase.SHARDED:
+            return
+        if self._registrations.hold_sharded() or self._adopt_in_place():
+            return
+        if self.comm is not None:
+            self.comm.finish_reduces()  # what is in flight was packed by the old plan
+        self._take_over(self._replacements())
+        self._lay_out_anew()
+
+    def _lay_out_anew(self) -> None:
+        """Build buffers and, if there was one, the plan for what the parameters are now."""
+        self._gathered = None
+        self.storage.outdate()  # autograd refuses the backward of graphs that have saved the values of before
+        with torch.inference_mode(False):
+            self._lay_out()
+        if self.comm is not None and all(param.local.device == self.storage.offloading.device for param in self.params):
+            self._prepare_anew(self.comm)  # else when it is needed: the parameters may be on their way somewhere
+
+    def refuse_loan(self, what: str) -> None:
+        """Refuse ``what``, which needs the sharded parameters to be registered.
+
+        Raises:
+            FSDPRuntimeError: others are.
+        """
+        if self.loan is not None:
+            raise FSDPRuntimeError(
+                f"{what} of '{self.name}' inside of {self.loan.lender}, which has registered other parameters for as "
+                "long as it lasts: do it after."
+            )
+
+    def _replacements(self) -> list[tuple[FSDPParam, nn.Parameter]]:
+        """What is registered now, all of it looked at before anything is changed."""
+        return [(param, param.registered()) for param in self.params]
+
+    def _take_over(self, replacements: list[tuple[FSDPParam, nn.Parameter]]) -> None:
+        for param, found in replacements:
+            if found is not param.sharded:
+                mark_replaced(param.sharded, found)
+            param.adopt(found)
+        self._take_sharded()
+        self._registrations.expect_replaced()
+
+    def _take_sharded(self) -> None:
+        self._sharded = tuple([param.sharded for param in self.params])
+        with _torch.plain_attributes():
+            self._storages = tuple(map(_torch.untyped_storage, self._sharded))
+        self._versioned = (*self._sharded, *[param.local for param in self.params])
+
+    def _adopt_in_place(self) -> bool:
+        """Take over parameters whose values lie where they lay: frozen ones, and new wrappers, as by model.to(device).
+
+        Unsharded parameters and buffers stay, so that this may be between a forward and its backward.
+
+        Returns:
+            Whether that was all.
+        """
+        replacements = self._replacements()
+        if not all(param.lies_under(found) for param, found in replacements):
+            return False
+        if self.comm is not None:
+            self.comm.finish_reduces()  # what is in flight was packed by the old plan
+        was_stale = self.is_stale()
+        self._take_over(replacements)
+        self._gathered = self.written() if not was_stale else None
+        self.storage.forget_sent()  # its version was that of others
+        self._lay_out_gradients()
+        return True
+
+    def _lay_out_gradients(self) -> None:
+        """Anew: parameters were frozen or thawed."""
+        if self.is_prepared:
+            self.is_prepared = False  # as long as gradients wait, and refuse another layout
+            self.reducer.lay_out(self.params)
+            self.is_prepared = True
+
+    def _adopt_toggled(self) -> None:
+        """Take over that parameters were frozen or thawed while they were unsharded: their backward begins."""
+        if self.comm is not None:
+            self.comm.finish_reduces()  # what is in flight was packed by the old plan
+        for param in self.params:
+            param.adopt_toggled()
+        self._registrations.expect_replaced()
+        self._lay_out_gradients()
 
 
 def _are_same(ones: Sequence[object], others: Sequence[object]) -> bool:

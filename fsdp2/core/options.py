@@ -11,14 +11,17 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from fsdp2.arguments import checked_class, is_number
-from fsdp2.errors import FSDPTypeError, FSDPValueError
+from fsdp2.errors import FSDPRuntimeError, FSDPTypeError, FSDPValueError
+
+if TYPE_CHECKING:
+    from fsdp2.core.group import FSDPParamGroup
 
 # Collectives that a user, or a feature, puts in the place of torch.distributed's: the protocols.
 #
@@ -376,6 +379,63 @@ DEFAULT = GroupSettings()
 
 FREE = frozenset({"requires_gradient_sync", "requires_all_reduce", "max_pending"})
 """What is only looked at when a backward begins or ends: changed from microbatch to microbatch, at no cost."""
+
+
+def refuse_settings(group: FSDPParamGroup, settings: GroupSettings) -> None:
+    """Refuse what ``group`` cannot do, or not now.
+
+    Raises:
+        FSDPRuntimeError: gradients that were scaled or laid out otherwise wait for a later backward; a captured
+            graph uses memory that would be freed.
+        FSDPValueError: it could not work.
+    """
+    if not settings.scales_like(group.settings):
+        _refuse_rescaling(group)
+    if settings.packs_reductions is not group.settings.packs_reductions:
+        _refuse_packing_otherwise(group)
+    frees = group.settings.keeps_unsharded_storage and not settings.keeps_unsharded_storage
+    if frees and group.comm is not None and group.comm.was_captured:
+        raise FSDPRuntimeError(
+            f"set_keep_unsharded_storage(False) on '{group.name}': a graph was captured that writes and reads the "
+            "storage, which would be given to others. Leave it as it is for as long as that graph is replayed."
+        )
+    if settings.comm_hook is not None and None not in group.mesh.key:
+        raise FSDPValueError(
+            f"Communication hook is not supported for hybrid strategies, and '{group.name}' is sharded over "
+            f"{group.mesh}: shard it over a mesh of one dim, or reduce over the replicas in set_all_reduce_hook()."
+        )
+    if settings.all_reduce_hook_stream is not None and group.mesh.replicate_group is not None:
+        raise FSDPValueError(
+            "set_all_reduce_hook: stream cannot be set when using native HSDP, a (replicate, shard) mesh, "
+            "whose all-reduce has a stream already; the hook runs there."
+        )
+    if group.is_shared and not settings.unshards_in_backward:
+        raise FSDPValueError(
+            f"set_unshard_in_backward(False) on '{group.name}', whose weights are tied to those of another "
+            "module: that one's backward may need them."
+        )
+    if settings.zeros_for_unused:
+        group.reducer.refuse_zeros_of_any_dtype()
+
+
+def _refuse_rescaling(group: FSDPParamGroup) -> None:
+    if group.comm is not None:
+        group.comm.finish_reduces()
+    if group.reducer.awaits_all_reduce():
+        raise FSDPRuntimeError(
+            f"gradients of '{group.name}' were reduced over shards, with one scaling, and wait for their all-reduce "
+            "over replicas; change how gradients are scaled before a backward with set_requires_all_reduce(False), "
+            "or after the one that all-reduces."
+        )
+
+
+def _refuse_packing_otherwise(group: FSDPParamGroup) -> None:
+    if group.reducer.awaits_all_reduce() or group.reducer.awaits_last():
+        raise FSDPRuntimeError(
+            f"gradients of '{group.name}' wait for their all-reduce over replicas, or on the host for the last "
+            "backward, as they were laid out; change what lays gradients out (set_custom_reduce_scatter) "
+            "after a backward that delivers them."
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
