@@ -122,6 +122,36 @@ class ShardArguments:
         return None
 
 
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of a forward."""
+
+
+class Round:
+    """Which modules of a list, which share a unit, are to be called before it is resharded: in forward or recomputes.
+
+    Attributes:
+        members: the list; empty for a module alone.
+        to_run: empty between rounds, and for a module alone.
+    """
+
+    __slots__ = ("_recomputes", "members", "to_run")
+
+    def __init__(self, modules: tuple[nn.Module, ...]) -> None:
+        self.members = modules if len(modules) > 1 else ()
+        self._recomputes = False
+        self.to_run: set[nn.Module] = set()
+
+    def begins_with(self, module: nn.Module, recompute: bool) -> bool:
+        """Whether this call is the first of a round."""
+        if recompute is not self._recomputes:
+            self.to_run.clear()  # some may never have been recomputed
+            self._recomputes = recompute
+        begins = module not in self.to_run
+        if begins:
+            self.to_run.update(self.members)
+        return begins
+
+
 def state_of(module: nn.Module) -> FSDPState | None:
     """The state that `fully_shard` attached to ``module``, if it did.
 
@@ -221,7 +251,6 @@ class FSDPState:
     ) -> None:
         """Set all attributes."""
         self.modules = tuple(modules)
-        self._is_list = len(self.modules) > 1
         self.class_name = type(modules[0]).__name__
         self.unit = unit
         self.mesh = arguments.mesh
@@ -254,8 +283,7 @@ class FSDPState:
         self.shared: Unit = ()
         for group in unit:
             group.sharers.append(self)
-        self._to_run: set[nn.Module] = set()
-        self._recomputes = False  # whether those are of a recompute
+        self.round = Round(self.modules)
         self._dispatch_modes = 0  # how many its last call began under
         self.attributes_outside: dict[str, Any] = {}  # as they are after a block that sets others; for copies
         self.calls = 0
@@ -301,7 +329,7 @@ class FSDPState:
                 the ranks' plans differ.
         """
         if self.root is None:
-            self._become_root()
+            self.on_real_parameters(self._become_root)
         assert self.root is not None, "lazy initialization sets the root"
         return self.root
 
@@ -438,7 +466,7 @@ class FSDPState:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         method: Callable[..., Any] | None = None,
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    ) -> Inputs | None:
         """Before the forward of (one of) the module(s), or ``method``: gather, cast the inputs, await the backward.
 
         Returns the inputs to use instead, or None if they stay.
@@ -447,49 +475,46 @@ class FSDPState:
             return self.graph_hooks.pre_forward(module, args, kwargs)  # type: ignore[no-any-return]
         self._dispatch_modes = modes = _torch.count_dispatch_modes()
         if modes and _torch.is_checkpointed_selectively():
-            replaced = _torch.outside_selective_checkpoints(self.pre_forward, module, args, kwargs, method)
+            changed = _torch.outside_selective_checkpoints(self.pre_forward, module, args, kwargs, method)
             self._dispatch_modes = modes  # as the end of the call finds them
-            return replaced  # type: ignore[no-any-return]
+            return changed  # type: ignore[no-any-return]
         if self.graph_hooks is not UNTRACED:
             self.graph_hooks.called_eagerly(self.name)
-        if self.root is None:
-            self.on_real_parameters(self._become_root)
         root = self.ensure_root()
         # (One without gradients in the backward of another model is a forward like any other.)
         recompute = _torch.current_backward() != -1 and (torch.is_grad_enabled() or root.iteration.in_backward)
-        hooks = True
-        inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        if recompute:
-            if self.backward.stage is Stage.RUNNING and self.is_unsharded():
-                hooks = False  # its parameters are there, and its own hooks are in place
-            else:
-                self.on_real_parameters(self._gather_for_recompute, root)
-        else:
-            self.on_real_parameters(self._gather_for_forward, root)
-            if self.is_root:
-                inputs = self.on_device(args, kwargs, self._replaced)
+        is_watched = recompute and self.backward.stage is Stage.RUNNING and self.is_unsharded()
+        if not is_watched:
+            self.on_real_parameters(self._gather_for_recompute if recompute else self._gather_for_forward, root)
+        inputs: Inputs | None = None
+        if self.is_root and not recompute:
+            inputs = self.on_device(args, kwargs, self._replaced)
         if self.policy.inputs is not None and not self.in_full_precision:
             args, kwargs = inputs or (args, kwargs)
             inputs = cast_inputs(self.policy.inputs, method or module.forward, args, kwargs, self._replaced)
-        hooks = hooks and self.calls <= 1 and (not self._is_list or self._begins_round(module, recompute))
-        if hooks and self.unit and torch.is_grad_enabled():
+        is_outermost = not is_watched and self.calls <= 1  # no method of the module is around this call
+        begins = is_outermost and (not self.round.members or self.round.begins_with(module, recompute))
+        if begins and self.unit and torch.is_grad_enabled():
             args, kwargs = inputs or (args, kwargs)
             inputs = self.backward.await_end(args, kwargs, self._replaced) or inputs
-        if self._replaced.containers or self._replaced.casts:
-            self._replaced_in_calls.append(self._replaced)
-            self._replaced = Replaced()
-        elif self._replaced_in_calls:  # of a call around this one
-            self._replaced_in_calls.append(None)
+        if self._replaced.containers or self._replaced.casts or self._replaced_in_calls:
+            self._keep_replaced()
         return inputs
 
-    def on_device(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], replaced: Replaced
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def on_device(self, args: tuple[Any, ...], kwargs: dict[str, Any], replaced: Replaced) -> Inputs | None:
         """The inputs of the root, where its parameters are; None if they stay."""
         device = self.mesh.device
         if not self.is_root or device.type == "cpu":
             return None
         return map_inputs(lambda tensor: moved_to(device, tensor), args, kwargs, replaced)
+
+    def _keep_replaced(self) -> None:
+        """What was put into the caller's containers is taken out when the call is over."""
+        if self._replaced.containers or self._replaced.casts:
+            self._replaced_in_calls.append(self._replaced)
+            self._replaced = Replaced()
+        else:  # there are some of a call around this one
+            self._replaced_in_calls.append(None)
 
     def _restore_inputs(self) -> None:
         """The call is over: the caller's containers hold again what they held, but for what was written."""
@@ -513,7 +538,7 @@ class FSDPState:
         recover_if_failed(root)
         if self.is_root:
             if not root.iteration.in_forward:
-                if self._is_list:
+                if self.round.members:
                     refuse_list_as_root(self.modules)
                 if root.is_disturbed:
                     self._reclaim(root)
@@ -544,16 +569,6 @@ class FSDPState:
             self._reclaim(root)
         root.join_step()
 
-    def _begins_round(self, module: nn.Module, recompute: bool) -> bool:
-        """Whether this call is the first of a round over the modules of the list, in forward or in recomputes."""
-        if recompute is not self._recomputes:
-            self._to_run.clear()  # some may never have been recomputed
-            self._recomputes = recompute
-        begins = module not in self._to_run
-        if begins:
-            self._to_run.update(self.modules)
-        return begins
-
     def _shows_parameters(self, outputs: Iterable[torch.Tensor]) -> bool:
         """Whether ``outputs`` are parameters, or views of them: it then stays unsharded until the backward is over.
 
@@ -567,13 +582,13 @@ class FSDPState:
 
     def end_round(self) -> None:
         """The root's forward is over: of a list not all modules were called in it."""
-        if self._to_run:
-            self._to_run.clear()
+        if self.round.to_run:
+            self.round.to_run.clear()
             self.leave_as_set(self.unit)
 
     def reshards_as_set(self) -> bool:
         """Whether the end of a forward, or of a gather in vain in its place, frees the unsharded parameters."""
-        return not self._to_run and self._reshards_now()
+        return not self.round.to_run and self._reshards_now()
 
     def leave_as_set(self, unit: Unit) -> None:
         """Free the unsharded parameters of ``unit``, some of its groups, or do not, as the end of a forward does."""
@@ -612,13 +627,13 @@ class FSDPState:
             if not is_seen or makes_tangents:  # whose graphs lead to no output
                 hidden = tuple(group for group in self.unit if group.is_in_graph())
                 root.watched.lend(hidden)
-        self._to_run.discard(module)
+        self.round.to_run.discard(module)
         computes = self.calls > 1  # a call around this one, as of a method that calls the module
         for group in self.shared if not computes else ():
             group.users.discard(self)
         if root.walk is not None and self.unit and (hidden or self._shows_parameters(outputs)):
             self._refuse_to_stay()
-        reshards = not self._to_run and not computes and self.unit and self._reshards_now()
+        reshards = not self.round.to_run and not computes and self.unit and self._reshards_now()
         if reshards and not self._shows_parameters(outputs):
             if recompute:
                 root.keep_for_backward(self.unit)
@@ -661,12 +676,12 @@ class FSDPState:
             if PLACE.tells:
                 PLACE.left = PLACE.phase
             root.comm.let_host_write_shards()
-        self._to_run.discard(module)
+        self.round.to_run.discard(module)
         if self.calls > 1:
             return  # a call around this one, which goes on or fails as well
         for group in self.shared:
             group.users.discard(self)
-        if not self._to_run:
+        if not self.round.to_run:
             self.leave_as_set(self.unit)
 
     def _refuse_to_stay(self) -> NoReturn:
@@ -706,7 +721,7 @@ class FSDPState:
     def drop_iteration(self) -> None:
         """The iteration has failed."""
         self.backward.stage = Stage.NONE
-        self._to_run.clear()
+        self.round.to_run.clear()
 
 
 def offer(name: str, read: Callable[[FSDPState], Any], write: Callable[[FSDPState, Any], None] | None) -> None:
