@@ -10,6 +10,7 @@ from torch import nn
 
 from fsdp2.arguments import checked
 from fsdp2.core.group import FSDPParamGroup
+from fsdp2.core.plan import Waiting
 from fsdp2.core.state import FSDPState, state_of, states_below
 from fsdp2.errors import FSDPRuntimeError, FSDPValueError
 
@@ -121,8 +122,10 @@ def _feature_of_group(group: FSDPParamGroup) -> str | None:
     if storage.post_forward is not None:
         return "reshard_after_forward is an int; use True or False"
     # Where nothing is gathered a rank may have left the module out: asked is what all ranks know.
-    accumulated = reducer.accumulated if group.mesh.shard_group is not None else reducer.may_owe_gradients
-    if accumulated or reducer.awaits_all_reduce() or reducer.awaits_last():
+    accumulated = (
+        reducer.waiting & Waiting.UNREDUCED if group.mesh.shard_group is not None else reducer.may_owe_gradients
+    )
+    if accumulated or reducer.waiting & ~Waiting.UNREDUCED:
         return (
             "gradients of earlier backwards wait for their reduction, which a graph would leave out; run all "
             "microbatches of a step eagerly, or call fsdp2.synchronize_gradients() before"

@@ -24,7 +24,7 @@ from fsdp2.core.mesh import DataParallelMesh
 from fsdp2.core.options import RootSettings, described
 from fsdp2.core.param import FSDPParam, fsdp_param_of
 from fsdp2.core.places import label
-from fsdp2.core.plan import fingerprint
+from fsdp2.core.plan import Waiting, fingerprint
 from fsdp2.core.root import FSDPRoot
 from fsdp2.core.transport import is_alone, of_backend
 from fsdp2.errors import FSDPRuntimeError
@@ -382,7 +382,7 @@ def refuse_finalization(root: FSDPRoot, name: str, *, is_root: bool) -> None:
     for group in root.groups:
         reducer, settings = group.reducer, group.settings
         stops_early = settings.requires_gradient_sync and not settings.requires_all_reduce and reducer.is_due()
-        if group.mesh.replicate_group is not None and (reducer.awaits_all_reduce() or stops_early):
+        if group.mesh.replicate_group is not None and (reducer.waiting & Waiting.REDUCE_SCATTERED or stops_early):
             raise FSDPRuntimeError(
                 f"finalize_backward() cannot leave gradients of '{group.name}' between reduce-scatter and "
                 "all-reduce: call set_requires_all_reduce(True) for every backward that it finalizes."

@@ -21,7 +21,7 @@ from fsdp2.core.mesh import DataParallelMesh, is_part_of
 from fsdp2.core.options import DEFAULT, GroupSettings
 from fsdp2.core.param import FSDPParam, Registration, Registrations, WriteCounter, mark_replaced
 from fsdp2.core.places import UNNAMED, label
-from fsdp2.core.plan import GroupPlan, ParamPlan
+from fsdp2.core.plan import GroupPlan, ParamPlan, Waiting
 from fsdp2.core.reduce import GradientReducer
 from fsdp2.core.streams import CommHandle, FSDPCommContext
 from fsdp2.core.transport import Alone, Transport, is_alone, transport_of
@@ -528,7 +528,7 @@ class FSDPParamGroup:
             self._awaited = self.written()
         if not ends_by_itself:
             return
-        if self.settings.requires_gradient_sync and not reducer.accumulated and reducer.has_gradients():
+        if self.settings.requires_gradient_sync and not reducer.waiting & Waiting.UNREDUCED and reducer.has_gradients():
             raise FSDPRuntimeError(
                 f"a backward left gradients in '{self.name}' that were not reduced over the ranks, because it was not "
                 "noticed: no tensor was found in what the sharded modules returned, or .grad was set while the "

@@ -390,9 +390,9 @@ def refuse_settings(group: FSDPParamGroup, settings: GroupSettings) -> None:
         FSDPValueError: it could not work.
     """
     if not settings.scales_like(group.settings):
-        _refuse_rescaling(group)
+        group.reducer.refuse_rescaling(group.comm)
     if settings.packs_reductions is not group.settings.packs_reductions:
-        _refuse_packing_otherwise(group)
+        group.reducer.refuse_another_layout()
     frees = group.settings.keeps_unsharded_storage and not settings.keeps_unsharded_storage
     if frees and group.comm is not None and group.comm.was_captured:
         raise FSDPRuntimeError(
@@ -416,26 +416,6 @@ def refuse_settings(group: FSDPParamGroup, settings: GroupSettings) -> None:
         )
     if settings.zeros_for_unused:
         group.reducer.refuse_zeros_of_any_dtype()
-
-
-def _refuse_rescaling(group: FSDPParamGroup) -> None:
-    if group.comm is not None:
-        group.comm.finish_reduces()
-    if group.reducer.awaits_all_reduce():
-        raise FSDPRuntimeError(
-            f"gradients of '{group.name}' were reduced over shards, with one scaling, and wait for their all-reduce "
-            "over replicas; change how gradients are scaled before a backward with set_requires_all_reduce(False), "
-            "or after the one that all-reduces."
-        )
-
-
-def _refuse_packing_otherwise(group: FSDPParamGroup) -> None:
-    if group.reducer.awaits_all_reduce() or group.reducer.awaits_last():
-        raise FSDPRuntimeError(
-            f"gradients of '{group.name}' wait for their all-reduce over replicas, or on the host for the last "
-            "backward, as they were laid out; change what lays gradients out (set_custom_reduce_scatter) "
-            "after a backward that delivers them."
-        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

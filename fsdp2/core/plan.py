@@ -188,3 +188,21 @@ def indices_of(params: Sequence[object], chosen: Sequence[object]) -> tuple[int,
 def fingerprint(description: str) -> int:
     """63 bits that agree exactly if the descriptions do."""
     return int.from_bytes(hashlib.sha256(description.encode()).digest()[:8], "big") >> 1
+
+
+class Waiting:
+    """Where gradients wait that backwards have computed and that are in no ``.grad`` yet; set when these issue them.
+
+    Bits of an int, several of which may be set: `enum.Flag` calls Python functions wherever it is asked.
+
+    Attributes:
+        NOWHERE: there are none.
+        UNREDUCED: on the unsharded parameters, added up without communication.
+        REDUCE_SCATTERED: reduced over shards, and not over replicas.
+        ON_HOST: reduced, and added up in host memory until the last backward of the step.
+    """
+
+    NOWHERE = 0
+    UNREDUCED = 1
+    REDUCE_SCATTERED = 2
+    ON_HOST = 4

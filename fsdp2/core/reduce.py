@@ -25,7 +25,7 @@ from fsdp2.core.mesh import DataParallelMesh, own_reduce_scatter_group
 from fsdp2.core.options import DEFAULT, GroupSettings
 from fsdp2.core.param import FSDPParam
 from fsdp2.core.places import Label, label
-from fsdp2.core.plan import ReducePlan, Scaling, indices_of
+from fsdp2.core.plan import ReducePlan, Scaling, Waiting, indices_of
 from fsdp2.core.streams import Device, FSDPCommContext, PendingReduce, Stage
 from fsdp2.core.transport import HOOKED, Alone, Transport, Works, among, is_alone, transport_of
 from fsdp2.errors import FSDPRuntimeError, FSDPValueError
@@ -76,7 +76,7 @@ class GradientReducer:
         name: of the group, for messages.
         settings: what users have set on the group.
         is_last: the backward that runs is the last of its step: what has added up on the host comes back.
-        accumulated: unsharded gradients of earlier backwards wait for a reduction.
+        waiting: where gradients of earlier backwards wait; see `Waiting`. The same on all ranks.
         scatter_group: the process group of the reduce-scatter, if it has one of its own.
         buckets: how gradients are laid out, one for each dtype they are reduced in.
         frozen: the parameters that are in none.
@@ -90,11 +90,8 @@ class GradientReducer:
         self.name, self.of_root = "", 0
         self.settings = DEFAULT
         self.is_last = True
-        # What has been issued and not been delivered; it may still be on its way.
-        self._awaits_all_reduce = False
-        self._adds_up = False  # on the host
+        self.waiting = Waiting.NOWHERE
         self._on_host_after: Any = None  # an event: what adds up there has arrived
-        self.accumulated = False
         self._cleared: frozenset[FSDPParam] = frozenset()  # since then
         self.scatter_group: dist.ProcessGroup | None = None
         self.buckets: tuple[GradientBucket, ...] = ()
@@ -116,7 +113,7 @@ class GradientReducer:
         """Lay out the gradients of the trainable ones of ``params``."""
         self._params = tuple(params)
         # Gradients that were accumulated before a parameter was frozen are still due.
-        is_due = self.accumulated or self.awaits_all_reduce() or self.awaits_last()
+        is_due = self.waiting != Waiting.NOWHERE
         due = {param for bucket in self.buckets for param in bucket.params} if is_due else set()
         trainable = [param for param in params if param.requires_grad or param in due]
         before = {bucket.dtype: bucket for bucket in self.buckets if bucket.waits()}
@@ -221,6 +218,26 @@ class GradientReducer:
             offloading=self._home,
         )
 
+    def refuse_rescaling(self, comm: FSDPCommContext | None) -> None:
+        """Refuse to scale gradients otherwise while some wait that were scaled as before."""
+        if comm is not None:
+            comm.finish_reduces()
+        if self.waiting & Waiting.REDUCE_SCATTERED:
+            raise FSDPRuntimeError(
+                f"gradients of '{self.name}' were reduced over shards, with one scaling, and wait for their all-reduce "
+                "over replicas; change how gradients are scaled before a backward with set_requires_all_reduce(False), "
+                "or after the one that all-reduces."
+            )
+
+    def refuse_another_layout(self) -> None:
+        """Refuse to lay gradients out otherwise while some wait as they were laid out."""
+        if self.waiting & ~Waiting.UNREDUCED:
+            raise FSDPRuntimeError(
+                f"gradients of '{self.name}' wait for their all-reduce over replicas, or on the host for the last "
+                "backward, as they were laid out; change what lays gradients out (set_custom_reduce_scatter) "
+                "after a backward that delivers them."
+            )
+
     def refuse_zeros_of_any_dtype(self) -> None:
         """Refuse zeros for gradients whose dtype nobody knows before they arrive."""
         if self._follow_arrivals:
@@ -292,17 +309,11 @@ class GradientReducer:
 
     def is_due(self) -> bool:
         """Whether the end of a backward has something to do, though the group took no part in it."""
-        waits = self._awaits_all_reduce or (self.is_last and self._adds_up)
-        goes_on = waits and self.settings.requires_gradient_sync and self.settings.requires_all_reduce
-        return self.accumulated or self.has_gradients() or goes_on
-
-    def awaits_all_reduce(self) -> bool:
-        """Whether gradients were reduced over shards and not over replicas. Decided when a reduction is issued."""
-        return self._awaits_all_reduce
-
-    def awaits_last(self) -> bool:
-        """Whether gradients add up on the host."""
-        return self._adds_up
+        if self.waiting & Waiting.UNREDUCED or self.has_gradients():
+            return True
+        delivers = Waiting.REDUCE_SCATTERED | (Waiting.ON_HOST if self.is_last else Waiting.NOWHERE)
+        goes_on = self.settings.requires_gradient_sync and self.settings.requires_all_reduce
+        return goes_on and self.waiting & delivers != 0
 
     def wait_for_host_sums(self, device: Device) -> None:
         """Block the host until what adds up in its memory has arrived: before it reads or writes that itself."""
@@ -312,12 +323,13 @@ class GradientReducer:
 
     def owes_gradients(self) -> bool:
         """Whether what earlier backwards have computed is still to be delivered."""
-        return self.accumulated or self.has_gradients() or self.awaits_all_reduce() or self.awaits_last()
+        return self.waiting != Waiting.NOWHERE or self.has_gradients()
 
     @property
     def may_owe_gradients(self) -> bool:
         """`owes_gradients`, as far as all ranks know: also where this one has none."""
-        return self.is_trainable and (self._may_have_added_up or self.awaits_all_reduce() or self.awaits_last())
+        is_reduced = self.waiting & ~Waiting.UNREDUCED != 0
+        return self.is_trainable and (self._may_have_added_up or is_reduced)
 
     @property
     def follows_arrivals(self) -> bool:
@@ -352,7 +364,8 @@ class GradientReducer:
             unsharded = param.unsharded
             if unsharded is not None and unsharded.grad is not None:
                 unsharded.grad = unsharded.grad.to(param.accumulation_dtype)
-        self.accumulated = self._may_have_added_up = True
+        self.waiting |= Waiting.UNREDUCED
+        self._may_have_added_up = True
         self._cleared = frozenset()
         self.owing.add(self)
 
@@ -389,11 +402,12 @@ class GradientReducer:
             raise
         pending.is_launching = False
         self._may_have_added_up = False
-        self._awaits_all_reduce = self._mesh.replicate_group is not None and not self.settings.requires_all_reduce
-        if not self._awaits_all_reduce:
-            self._adds_up = self._home.sums_on_host and not self.is_last
-        self.accumulated = False
-        if self._awaits_all_reduce or not self.is_last:
+        ends_here = self._mesh.replicate_group is not None and not self.settings.requires_all_reduce
+        if ends_here:
+            self.waiting = (self.waiting & Waiting.ON_HOST) | Waiting.REDUCE_SCATTERED
+        else:
+            self.waiting = Waiting.ON_HOST if self._home.sums_on_host and not self.is_last else Waiting.NOWHERE
+        if ends_here or not self.is_last:
             self._cleared = frozenset()
             self.owing.add(self)
 
@@ -589,7 +603,7 @@ class GradientReducer:
         self._cleared = self._cleared.union(params)
         # What is still due may be of other parameters. That must not depend on which gradients this rank has.
         if set_to_none and self._are_cleared():
-            self.accumulated = self._adds_up = self._awaits_all_reduce = False
+            self.waiting = Waiting.NOWHERE
             for bucket in self.buckets:
                 bucket.drop()
         if not self.owes_gradients():
@@ -607,8 +621,8 @@ class GradientReducer:
         Returns:
             Whether gradients of earlier microbatches were lost.
         """
-        lost = (self.accumulated or self.awaits_all_reduce() or self.awaits_last()) and not self._are_cleared()
-        self.accumulated = self._adds_up = self._awaits_all_reduce = False
+        lost = self.waiting != Waiting.NOWHERE and not self._are_cleared()
+        self.waiting = Waiting.NOWHERE
         self._may_have_added_up = not self.settings.requires_gradient_sync
         self.is_reducing = False  # whatever the interrupted one was
         for bucket in self.buckets:

@@ -34,6 +34,7 @@ from fsdp2.core.options import (
     RootSettings,
 )
 from fsdp2.core.places import PLACE
+from fsdp2.core.plan import Waiting
 from fsdp2.core.root import ON_ROOT, FSDPRoot, Prefetch, Unit
 from fsdp2.core.running import refuse_inside_of_a_pass
 from fsdp2.core.several_roots import SharedComm, claim, refuse_busy, release, roots_of, share_context, supersede
@@ -703,7 +704,7 @@ class FSDPState:
             raise FSDPRuntimeError("set_full_precision() must be called outside of forward and backward.")
         for group in self.own:
             group.refuse_loan("set_full_precision()")
-            if group.reducer.accumulated or group.reducer.awaits_all_reduce() or group.reducer.awaits_last():
+            if group.reducer.waiting != Waiting.NOWHERE:
                 raise FSDPRuntimeError(
                     f"set_full_precision() on '{group.name}', whose gradients wait for their reduction: call it after "
                     "a backward that reduces, or after zero_grad()."

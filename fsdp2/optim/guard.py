@@ -32,6 +32,7 @@ from torch.optim.optimizer import (
 from fsdp2 import _torch, _torch_compiler
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.param import FSDPParam, WriteCounter, fsdp_param_of, is_orphan_copy, replacement_of
+from fsdp2.core.plan import Waiting
 from fsdp2.core.reduce import GradientReducer
 from fsdp2.errors import FSDPRuntimeError
 from fsdp2.features.whole_tensors import former_of
@@ -179,7 +180,7 @@ class OptimizerGuard:
         """Once: a step that finds no gradient of a group, for all that was computed waits to be reduced."""
         for reference in seen.groups:
             group = reference()
-            if group is None or not group.reducer.accumulated:
+            if group is None or not group.reducer.waiting & Waiting.UNREDUCED:
                 continue
             if all(param.sharded.grad is None for param in group.params):
                 self._has_warned = True
@@ -229,7 +230,7 @@ def _seen(optimizer: Optimizer) -> _Seen:
 
 
 def _refuse_to_skip(group: FSDPParamGroup | None) -> None:
-    if group is not None and group.reducer.awaits_last():
+    if group is not None and group.reducer.waiting & Waiting.ON_HOST:
         raise FSDPRuntimeError(
             f"gradients of '{group.name}' add up in host memory, as its offload_policy asks, and no backward has "
             "brought them back, so the step would lose them: run the step's last backward with "

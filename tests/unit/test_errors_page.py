@@ -12,7 +12,7 @@ from torch import nn
 import fsdp2
 import fsdp2.checkpoint
 from extras.errors import PAGE, PASSED_ON, Message, messages, page, sites
-from fsdp2.features.watchdog.states import Begun, LineState, State, Waiting
+from fsdp2.features.watchdog.states import Begun, LineState, State, WaitingRank
 from fsdp2.features.watchdog.verdict import Silence, judge
 
 PASS_ON = {
@@ -85,7 +85,9 @@ def test_messages_made_of_parts_are_found(tmp_path: Path) -> None:
 def test_what_the_watchdog_says_is_found() -> None:
     def waits(rank: int, label: str) -> State:
         lines = {"world": LineState((0, 1), 1, (), (Begun(0, label, len(label), 7, "forward of Net"),))}
-        return State(rank, 1, 7, "forward of Net", waiting=Waiting("world", 0, label, len(label), 12.0), lines=lines)
+        return State(
+            rank, 1, 7, "forward of Net", waiting=WaitingRank("world", 0, label, len(label), 12.0), lines=lines
+        )
 
     for other in (waits(1, "another gather"), waits(1, "a gather"), Silence.GONE):
         verdict = judge(0, {0: waits(0, "a gather"), 1: other})

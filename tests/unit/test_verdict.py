@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fsdp2.core.places import label
 from fsdp2.features.gloo_p2p import tag_of
 from fsdp2.features.watchdog.release import first_number
-from fsdp2.features.watchdog.states import COLLECTIVE, Begun, LineState, State, Waiting
+from fsdp2.features.watchdog.states import COLLECTIVE, Begun, LineState, State, WaitingRank
 from fsdp2.features.watchdog.verdict import Silence, judge
 from tests.unit.helpers import for_each
 
@@ -28,9 +28,9 @@ def rank(
 ) -> State:
     """A rank that has begun exchanges over ``ranks``, and waits for the last of them."""
     recent = tuple(Begun(index, each, LABELS[each], 7, "forward of Net") for index, each in enumerate(begun))
-    waiting = Waiting(line, len(begun) - 1, begun[-1], LABELS[begun[-1]], 12.0) if waits else None
+    waiting = WaitingRank(line, len(begun) - 1, begun[-1], LABELS[begun[-1]], 12.0) if waits else None
     if call:
-        waiting = Waiting(COLLECTIVE, None, called, len(called), 12.0, tuple(call))
+        waiting = WaitingRank(COLLECTIVE, None, called, len(called), 12.0, tuple(call))
     return State(
         number,
         1,
@@ -131,7 +131,7 @@ def test_ranks_that_do_not_answer(silence: Silence, raises: bool, complete: bool
 
 def test_a_collective_of_torchs_own_may_end_by_itself() -> None:
     """What it waits for is not known: with NCCL, with more than 8 ranks on gloo, or where the environment says so."""
-    native = State(0, 1, 7, "forward", waiting=Waiting("", None, "gather a", 1, 60.0))
+    native = State(0, 1, 7, "forward", waiting=WaitingRank("", None, "gather a", 1, 60.0))
     verdict = judge(0, {0: native})
     assert not verdict.raises and verdict.complete
     waits = rank(1, ["gather a"], waits=True, ranks=(0, 1))
@@ -139,7 +139,7 @@ def test_a_collective_of_torchs_own_may_end_by_itself() -> None:
 
 
 def test_who_is_about_to_raise_comes() -> None:
-    raising = State(1, 1, 7, "forward", waiting=Waiting("world", 0, "gather b", 2, 9.0), stopped=True)
+    raising = State(1, 1, 7, "forward", waiting=WaitingRank("world", 0, "gather b", 2, 9.0), stopped=True)
     assert not judge(0, {0: rank(0, ["gather a"], waits=True), 1: raising, 2: rank(2)}).raises
 
 

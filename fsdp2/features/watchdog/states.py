@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 COLLECTIVE = "a collective of torch's"
-"""`Waiting.line` of those that carry no name: the program's own, and those of DTensors."""
+"""`WaitingRank.line` of those that carry no name: the program's own, and those of DTensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class LineState:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class WaitingRank:
     """What a rank waits for.
 
     Attributes:
@@ -86,7 +86,7 @@ class State:
     phase: str
     at: str = ""
     failure: str = ""
-    waiting: Waiting | None = None
+    waiting: WaitingRank | None = None
     stopped: bool = False
     lines: Mapping[str, LineState] = field(default_factory=dict)
 
@@ -110,7 +110,7 @@ class State:
         }
         return cls(
             **found,
-            waiting=None if waiting is None else Waiting(**waiting | {"ranks": tuple(waiting["ranks"])}),
+            waiting=None if waiting is None else WaitingRank(**waiting | {"ranks": tuple(waiting["ranks"])}),
             lines=lines,
         )
 

@@ -30,7 +30,7 @@ from fsdp2.features.gloo_p2p import LINES, Exchange, Line
 from fsdp2.features.watchdog.orders import Comparison, orders_of_live_groups
 from fsdp2.features.watchdog.release import Releases, first_number, is_live, key_of, live_groups
 from fsdp2.features.watchdog.signals import was_asked
-from fsdp2.features.watchdog.states import COLLECTIVE, Begun, LineState, State, Waiting
+from fsdp2.features.watchdog.states import COLLECTIVE, Begun, LineState, State, WaitingRank
 from fsdp2.features.watchdog.verdict import Known, Silence, Verdict, judge
 
 LOG = logging.getLogger("fsdp2")
@@ -187,7 +187,7 @@ class Watchdog:
         told = None
         if waiting is not None:
             is_numbered = isinstance(waiting, Exchange) and is_live(waiting.group)
-            told = Waiting(
+            told = WaitingRank(
                 key_of(waiting.group) if is_numbered else "",
                 waiting.number if is_numbered else None,
                 waiting.label.text,
@@ -198,7 +198,7 @@ class Watchdog:
         elif call and seconds >= min(self.seconds / 2, _CALL_SECONDS):
             ranks = _ranks_of(_torch.begun_over_groups() if group is None else [group])
             bits = label(call, "" if group is None else key_of(group)).bits
-            told = Waiting(COLLECTIVE, None, call, bits, seconds, ranks)
+            told = WaitingRank(COLLECTIVE, None, call, bits, seconds, ranks)
         lines = {key_of(each): _line_state(each, LINES[each]) for each in live_groups()}
         place = (self._rank, round, PLACE.step, PLACE.phase)
         return State(*place, at, PLACE.failure, told, bool(PLACE.stopped), lines)

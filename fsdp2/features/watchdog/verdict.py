@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fsdp2._remedies import FEWER, RUN_ALIKE
-from fsdp2.features.watchdog.states import COLLECTIVE, State, Waiting
+from fsdp2.features.watchdog.states import COLLECTIVE, State, WaitingRank
 
 
 class Silence(enum.Enum):
@@ -104,7 +104,7 @@ def _is_known(state: State) -> bool:
     return state.waiting is not None and state.waiting.number is not None and state.waiting.line in state.lines
 
 
-def _never_meets(state: State, waiting: Waiting, known: Known) -> tuple[str, int]:
+def _never_meets(state: State, waiting: WaitingRank, known: Known) -> tuple[str, int]:
     """Why ``state`` waits in vain, by what a rank of its group has done, and which; "" if that is not known."""
     if not _is_known(state):
         return "", state.rank
@@ -154,7 +154,7 @@ def _blockers(state: State, known: Known) -> list[int]:
     return found
 
 
-def _is_in(waiting: Waiting, state: State | Silence | None) -> bool:
+def _is_in(waiting: WaitingRank, state: State | Silence | None) -> bool:
     theirs = state.waiting if isinstance(state, State) else None
     return theirs is not None and (theirs.line, theirs.bits, theirs.ranks) == (COLLECTIVE, waiting.bits, waiting.ranks)
 

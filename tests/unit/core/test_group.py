@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import FSDPRuntimeError, FSDPValueError, fully_shard
 from fsdp2.core.group import FSDPParamGroup, free_cleared_gradients
 from fsdp2.core.options import refuse_settings
+from fsdp2.core.plan import Waiting
 from fsdp2.core.state import state_of
 from fsdp2.errors import ParamPhase
 from tests.harness import fake_world
@@ -189,7 +190,7 @@ def test_settings_that_cannot_be_are_refused_before_they_are_made() -> None:
     for setting in ({"comm_hook": (None, print)}, {"all_reduce_hook_stream": object()}):
         with pytest.raises(FSDPValueError, match=r"hybrid strategies|native HSDP"):
             refuse_settings(group, dataclasses.replace(before, **setting))  # type: ignore[arg-type]
-    with mock.patch.object(group.reducer, "awaits_all_reduce", return_value=True):
+    with mock.patch.object(group.reducer, "waiting", Waiting.REDUCE_SCATTERED):
         for wanted in ({"divide_factor": 3.0}, {"only_sums": True}):
             with pytest.raises(FSDPRuntimeError, match="wait for their all-reduce"):
                 refuse_settings(group, dataclasses.replace(before, **wanted))  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp2 import FSDPValueError, MixedPrecisionPolicy, _torch, fully_shard
-from fsdp2.core.reduce import GradientReducer, Scaling
+from fsdp2.core.reduce import GradientReducer, Scaling, Waiting
 from tests.harness import fake_world
 from tests.harness.internals import groups_of
 from tests.unit.helpers import for_each
@@ -232,7 +232,12 @@ def test_accumulated_gradients_wait_in_the_dtype_of_their_reduction(two_ranks: N
     model(torch.ones(1)).sum().backward()
     (param,) = reducer.buckets[0].params
     assert param.unsharded is not None and param.unsharded.dtype is HALF and param.unsharded.grad.dtype is FULL
-    assert reducer.accumulated and reducer.owes_gradients() and reducer.is_due() and reducer in GradientReducer.owing
+    assert (
+        reducer.waiting == Waiting.UNREDUCED
+        and reducer.owes_gradients()
+        and reducer.is_due()
+        and reducer in GradientReducer.owing
+    )
     assert param.sharded.grad is None
 
 
