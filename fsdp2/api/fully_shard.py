@@ -36,7 +36,7 @@ from fsdp2.core.kept import registered_outside
 from fsdp2.core.mesh import DataParallelMesh, DataParallelMeshInfo, default_mesh, mesh_info
 from fsdp2.core.options import DataParallelMeshDims, MixedPrecisionPolicy, ModulePolicy, PolicyFunction
 from fsdp2.core.param import FSDPParam, Registration, WriteCounter, is_subclass, local_data
-from fsdp2.core.root import Unit
+from fsdp2.core.prefetch import Unit
 from fsdp2.core.sharding import (
     Sharding,
     ShardPlacementFn,

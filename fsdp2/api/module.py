@@ -40,7 +40,8 @@ from fsdp2.core.options import (
     refuse_settings,
 )
 from fsdp2.core.param import refuse_share_memory
-from fsdp2.core.root import FSDPRoot, Unit
+from fsdp2.core.prefetch import Unit
+from fsdp2.core.root import FSDPRoot
 from fsdp2.core.state import FSDPState, Strategy, state_of, states_below
 from fsdp2.core.structure import NO_FORWARD
 from fsdp2.core.traits import give_traits, traits_of

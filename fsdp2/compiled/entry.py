@@ -163,7 +163,7 @@ def _prepare_state(state: FSDPState, groups: tuple[FSDPParamGroup, ...]) -> None
             group.refuse_set_data()
         if not state.is_unsharded() or any(group.is_stale() for group in groups):
             state.root.comm.gathers_follow_compute()
-        state.root.gather_in_turn(groups, ())
+        state.root.schedule.gather_in_turn(groups, ())
         groups = ()
     ready, again, budget = [], _gathers_again(state), state.root.settings.prefetch_bytes
     for group in groups:

@@ -19,6 +19,7 @@ All but the last are moments of one state, a `ModuleBackward`. Ranks that run th
 from __future__ import annotations
 
 import enum
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -142,10 +143,7 @@ class ModuleBackward:
     def _gather(self, root: FSDPRoot) -> None:
         state = self._state
         if state.unit:
-            if root.walk is not None:
-                root.walk.enter_backward(state)
-            else:
-                root.gather_for_backward(state.unit, state.backward_prefetch)
+            root.schedule.enter_backward(state)
             for group in state.shared:
                 group.users.add(state)
                 group.took_part = True
@@ -159,7 +157,7 @@ class ModuleBackward:
         assert root is not None, "a backward follows a forward"
         root.begin_backward()
         root.iteration.is_second = True
-        on_real_parameters(root.gather_for_second_backward, self._state.unit)
+        on_real_parameters(functools.partial(root.schedule.gather, self._state.unit, for_backward=True))
 
     def end_call(self, ended: ForwardCall) -> bool:
         """The backward of one forward call is done: reduce, unless the same backward comes to another call.
@@ -196,12 +194,11 @@ class ModuleBackward:
             for group in state.unit:
                 if not group.users and (group.settings.requires_gradient_sync if reshards is None else reshards):
                     group.reshard()
-        if iteration.following is not None:
-            root.gather_following(state.unit)
-        if reduces and root.walk is not None:
-            root.walk.leave_backward(state)
-        elif reduces:
-            root.reduce_or_keep(state.own)
+        following, iteration.following = iteration.following, None
+        if following is not None and following[0] is state.unit:  # their gathers were to wait for this
+            root.schedule.gather_ahead(following[1], for_backward=True)
+        if reduces:
+            root.schedule.leave_backward(state)
 
     def finish(self) -> None:
         """The whole backward is done: finish the module if its own end could not be noticed.

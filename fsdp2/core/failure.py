@@ -66,8 +66,7 @@ def recover_if_failed(root: FSDPRoot) -> None:
         root.restarts = PLACE.restarts
         has_failed = True
         reset(root, warns=keeps, of_all_roots=True)
-        for order in root.orders:
-            order.forget()
+        root.learned.forget()
     elif in_backward or root.comm.was_interrupted:
         PLACE.failure = f"an exception had left its step {PLACE.step}, {PLACE.phase}"
         reset(root, warns=keeps)
@@ -87,17 +86,12 @@ def _leave_failed_forward(root: FSDPRoot) -> None:
     unsharded after a forward does so here, and gradients of earlier microbatches stay.
     """
     ahead = root.iteration.ahead
-    if root.walk is not None:
-        root.walk.forward_failed()
+    root.schedule.forward_failed()
     for group in root.groups:
         group.users.clear()
         if group in ahead or group.was_interrupted:
             group.reshard()
     root.end_rounds()
-    if root.iteration.gathered:
-        root.evaluation_order.settle()
-    for order in root.orders:
-        order.abandon()
     ended = root.next_iteration()
     root.iteration.unfinalized, root.iteration.reduced = ended.unfinalized, ended.reduced
 
@@ -118,10 +112,7 @@ def reset(root: FSDPRoot, *, warns: bool = False, of_all_roots: bool = False) ->
     lost = [group.name for group in root.groups if group.abandon()]
     for state in root.states:
         state.drop_iteration()
-    for order in root.orders:
-        order.abandon()
-    if root.walk is not None:
-        root.walk.abandon()
+    root.schedule.abandon()
     root.next_iteration()
     if lost and warns:
         warnings.warn(

@@ -476,14 +476,28 @@ class FSDPParamGroup:
 
     # -- gradients
 
-    def reduce(self) -> None:
-        """Issue the reduction of the gradients. Collective, asynchronous; `.grad` is set when it is retired."""
+    def reduce_or_keep(self) -> bool:
+        """Issue the reduction of the gradients, or leave them unsharded, as the user has set. Collective, asynchronous.
+
+        ``.grad`` is set when the reduction is retired.
+
+        Returns:
+            Whether one was issued.
+        """
+        if self.reducer.frozen:
+            self.reducer.refuse_unexpected()
+        if not self.reducer.is_trainable:
+            return False
+        if not self.settings.requires_gradient_sync:
+            self.reducer.keep_unsharded()
+            return False
         assert self.comm is not None, "reducing follows lazy initialization"
         if _torch.profiler._is_profiler_enabled:
             with _torch.in_range(f"FSDP::post_backward_reduce ({self.name})"):
                 self.reducer.reduce(self.comm)
         else:
             self.reducer.reduce(self.comm)
+        return True
 
     def clear_waiting(self, params: Collection[FSDPParam], set_to_none: bool) -> None:
         """Drop gradients of ``params`` that are not in ``.grad`` yet, or make them zeros."""

@@ -35,13 +35,14 @@ from fsdp2.core.options import (
 )
 from fsdp2.core.places import PLACE
 from fsdp2.core.plan import Waiting
-from fsdp2.core.root import ON_ROOT, FSDPRoot, Prefetch, Unit
+from fsdp2.core.prefetch import Prefetch, Unit
+from fsdp2.core.root import ON_ROOT, FSDPRoot
 from fsdp2.core.running import refuse_inside_of_a_pass
 from fsdp2.core.several_roots import SharedComm, claim, refuse_busy, release, roots_of, share_context, supersede
 from fsdp2.core.streams import FSDPCommContext, device_for
 from fsdp2.core.structure import Structure, module_paths
 from fsdp2.core.trees import Replaced, cast_floating_point, cast_inputs, map_inputs, tensors_anywhere_in
-from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError, ParamPhase
+from fsdp2.errors import FSDPRuntimeError, FSDPTypeError, ParamPhase
 
 # What a state's hooks do in a graph for which nothing was prepared: they refuse.
 
@@ -529,9 +530,7 @@ class FSDPState:
 
     def _gather_for_recompute(self, root: FSDPRoot) -> None:
         if self.unit:
-            if root.walk is not None:
-                root.walk.enter_backward(self)
-            root.gather_for_recompute(self.unit)
+            root.schedule.enter_recompute(self)
             for group in self.shared:
                 group.users.add(self)
 
@@ -548,10 +547,10 @@ class FSDPState:
         elif not root.iteration.in_forward:
             root.join()
         if self.unit:
-            if root.walk is not None and root.iteration.in_forward:
-                root.walk.enter_forward(self)
+            if root.iteration.in_forward:
+                root.schedule.enter_forward(self)
             else:
-                root.gather_for_forward(self.unit, self.forward_prefetch)  # type: ignore[arg-type]
+                root.schedule.gather(self.unit)
             for group in self.shared:
                 group.users.add(self)
 
@@ -582,10 +581,9 @@ class FSDPState:
         return False
 
     def end_round(self) -> None:
-        """The root's forward is over: of a list not all modules were called in it."""
-        if self.round.to_run:
-            self.round.to_run.clear()
-            self.leave_as_set(self.unit)
+        """The root's forward is over, and not all modules of the list were called in it."""
+        self.round.to_run.clear()
+        self.leave_as_set(self.unit)
 
     def reshards_as_set(self) -> bool:
         """Whether the end of a forward, or of a gather in vain in its place, frees the unsharded parameters."""
@@ -632,12 +630,13 @@ class FSDPState:
         computes = self.calls > 1  # a call around this one, as of a method that calls the module
         for group in self.shared if not computes else ():
             group.users.discard(self)
-        if root.walk is not None and self.unit and (hidden or self._shows_parameters(outputs)):
-            self._refuse_to_stay()
         reshards = not self.round.to_run and not computes and self.unit and self._reshards_now()
-        if reshards and not self._shows_parameters(outputs):
+        shows = reshards and self._shows_parameters(outputs)
+        if reshards and (shows or hidden):
+            root.schedule.note_stays(self)
+        if reshards and not shows:
             if recompute:
-                root.keep_for_backward(self.unit)
+                root.schedule.keep_for_backward(self.unit)
             else:
                 for group in self.unit:
                     if not group.users:
@@ -684,13 +683,6 @@ class FSDPState:
             group.users.discard(self)
         if not self.round.to_run:
             self.leave_as_set(self.unit)
-
-    def _refuse_to_stay(self) -> NoReturn:
-        raise FSDPNotImplementedError(
-            f"set_divergence('join'): '{self.name}' ({self.class_name}) returns parameters, or hides tensors that may "
-            "require gradients in its outputs, and would stay unsharded for its backward, which ranks that skip it "
-            "cannot know: return tensors, in tuples, lists or dicts; or set reshard_after_forward=False on it."
-        )
 
     def refuse_other_precision(self) -> None:
         """Refuse to change the dtype that its parameters are gathered in, if something depends on the one of now.

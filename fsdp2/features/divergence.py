@@ -25,7 +25,8 @@ from fsdp2.core.agreement import Setting, refuse_disagreement
 from fsdp2.core.failure import is_to_restart, recover_if_failed
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.hooks import on_real_parameters
-from fsdp2.core.root import MAX_PREFETCH_DEPTH, WALK, FSDPRoot
+from fsdp2.core.prefetch import JOINING, MAX_PREFETCH_DEPTH, JoiningSchedule
+from fsdp2.core.root import FSDPRoot
 from fsdp2.core.state import FSDPState, state_of
 from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPValueError, ParamPhase
 
@@ -62,7 +63,7 @@ class DivergenceReport:
     steps: int = 0
 
 
-class Joining:
+class Joining(JoiningSchedule):
     """The exchanges of a root in an order that all ranks follow.
 
     Attributes:
@@ -70,8 +71,8 @@ class Joining:
     """
 
     def __init__(self, root: FSDPRoot) -> None:
+        super().__init__(root)
         self.report = DivergenceReport()
-        self._root = root
         self._order: tuple[str, ...] | None = None
         self._is_agreed = False
         self._forward: tuple[FSDPState, ...] = ()
@@ -124,7 +125,7 @@ class Joining:
         of_units: dict[Any, list[FSDPState]] = {}
         for state in self._states():
             of_units.setdefault(state.unit, []).append(state)
-        learned = self._root.learned_order
+        learned = self._root.learned.forward
         if set(learned) == set(of_units) and all(len(states) == 1 for states in of_units.values()):
             return tuple(of_units[unit][0] for unit in learned)
         return tuple(self._states())
@@ -170,6 +171,14 @@ class Joining:
     def _has_left(self, state: FSDPState) -> bool:
         """Whether its forward is over, and only its span is not, so that what it shares is still there."""
         return any(state not in group.users for group in _shared(state)) and state.reshards_as_set()
+
+    def note_stays(self, state: FSDPState) -> None:
+        """Refuse it: ranks that skip ``state`` cannot know."""
+        raise FSDPNotImplementedError(
+            f"set_divergence('join'): '{state.name}' ({state.class_name}) returns parameters, or hides tensors that "
+            "may require gradients in its outputs, and would stay unsharded for its backward, which ranks that skip it "
+            "cannot know: return tensors, in tuples, lists or dicts; or set reshard_after_forward=False on it."
+        )
 
     def end_forward(self) -> None:
         """Gather what is left, in vain. Collective."""
@@ -217,7 +226,7 @@ class Joining:
         self._hold(state)
         self._spans.append((self._ends[index], state))
         then = [state.unit for state in self._forward[index + 1 : index + 1 + MAX_PREFETCH_DEPTH]]
-        self._root.gather_in_turn(state.unit, then)
+        self.gather_in_turn(state.unit, then)
 
     def _refuse_order(self, state: FSDPState) -> NoReturn:
         before, order = self._forward[self._next - 1].name, _quoted(each.name for each in self._forward)
@@ -254,6 +263,11 @@ class Joining:
         self._advance(index)
         self._ran.add(state)
         self._enter(index)
+
+    def enter_recompute(self, state: FSDPState) -> None:
+        """Gather for a recompute, which may be the first that backward comes to. Collective."""
+        self.enter_backward(state)
+        super().enter_recompute(state)
 
     def leave_backward(self, state: FSDPState) -> None:
         """Reduce the gradients of ``state``, unless what comes before is yet to come. Collective."""
@@ -305,12 +319,12 @@ class Joining:
         then = [event.state.unit for event in upcoming if event.what == "enter"]
         if self._root.settings.backward_prefetch == "never":
             then = []
-        self._root.gather_in_turn(_needed_in_backward(state.unit), then, for_backward=True)
+        self.gather_in_turn(_needed_in_backward(state.unit), then, for_backward=True)
 
     def _reduce(self, state: FSDPState) -> None:
         if state not in self._ran and any(group.reducer.is_trainable for group in state.own):
             self.report.reductions += 1
-        self._root.reduce_or_keep(state.own)
+        super().leave_backward(state)
 
     def _refuse_late(self, state: FSDPState) -> NoReturn:
         raise FSDPRuntimeError(
@@ -456,12 +470,12 @@ def divergence_report(model: nn.Module) -> DivergenceReport:
         FSDPValueError: not a root on which `FSDPModule.set_divergence` was called, or it has run no forward since.
     """
     state = state_of(model)
-    walk = None if state is None or state.root is None or not state.is_root else state.root.walk
-    if not isinstance(walk, Joining):
+    schedule = None if state is None or state.root is None or not state.is_root else state.root.schedule
+    if not isinstance(schedule, Joining):
         raise FSDPValueError(
             f"divergence_report: {type(model).__name__} is no root that has run a forward since set_divergence('join')."
         )
-    return walk.report
+    return schedule.report
 
 
-WALK.fill(Joining)
+JOINING.fill(Joining)

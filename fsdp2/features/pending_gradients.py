@@ -99,11 +99,11 @@ def synchronize_gradients(module: nn.Module) -> None:
     PLACE.phase = "in synchronize_gradients()"
     due = [group for group in groups if group.reducer.may_owe_gradients]
     for group in due:
+        assert group.comm is not None, "what has a gradient has run"
         with _reducing_all(group):
-            group.reduce()
+            group.reducer.reduce(group.comm)
     for comm in dict.fromkeys(group.comm for group in due):
-        assert comm is not None, "what has a gradient has run"
-        comm.finish_reduces()
+        comm.finish_reduces()  # type: ignore[union-attr]
 
 
 @contextmanager

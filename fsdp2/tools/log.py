@@ -78,7 +78,7 @@ class _Logged(Listener):
 
     def end_iteration(self, root: FSDPRoot, *, reduced: bool) -> None:
         """``order`` and ``memory``."""
-        order = tuple(group.name for unit in root.learned_order for group in unit)
+        order = tuple(group.name for unit in root.learned.forward for group in unit)
         if "order" in self._words and reduced and order != self._order.get(id(root)):
             self._order[id(root)] = order
             _logger("order").info("%s: groups are gathered in this order: %s", root.name, ", ".join(order))

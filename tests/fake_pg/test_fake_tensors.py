@@ -168,7 +168,7 @@ def reduce_made_up_gradients(model: nn.Module, *, missing: bool = False) -> None
         for param in group.params[missing:]:
             assert param.unsharded is not None
             param.unsharded.grad = made_up(param.unsharded)
-        group.reduce()
+        group.reduce_or_keep()
         group.reshard()
         assert group.comm is not None
         with SET_LATE_GRADIENTS.replaced_by(lambda *arguments: None):  # reads

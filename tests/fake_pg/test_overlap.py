@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-import fsdp2.core.root
+import fsdp2.core.prefetch
 from fsdp2.core.group import FSDPParamGroup
 from tests.fake_pg.helpers.passes import Passes, gathers_ahead, reduces_overlap
 from tests.harness import fake_world, others_full
@@ -54,15 +54,16 @@ def test_where_one_rank_has_all_nothing_is_gathered() -> None:
 
 def test_overlap_is_seen_to_be_lost() -> None:
     """The two checks above, on an engine without overlap."""
-    reduce = FSDPParamGroup.reduce
+    reduce = FSDPParamGroup.reduce_or_keep
 
-    def impatient(self: FSDPParamGroup) -> None:
-        reduce(self)
+    def impatient(self: FSDPParamGroup) -> bool:
+        reduces = reduce(self)
         self.comm.finish_reduces()  # type: ignore[union-attr]
+        return reduces
 
     with (
-        mock.patch.object(fsdp2.core.root, "PREFETCH_DEPTH", 0),
-        mock.patch.object(FSDPParamGroup, "reduce", impatient),
+        mock.patch.object(fsdp2.core.prefetch, "PREFETCH_DEPTH", 0),
+        mock.patch.object(FSDPParamGroup, "reduce_or_keep", impatient),
         fake_world(4, 1),
         recording() as recorder,
     ):

@@ -28,7 +28,8 @@ from fsdp2.core.hooks import STATE, StateDictHook
 from fsdp2.core.mesh import DataParallelMesh
 from fsdp2.core.options import GroupSettings
 from fsdp2.core.param import FSDPParam, WriteCounter
-from fsdp2.core.root import ON_ROOT, Unit
+from fsdp2.core.prefetch import Unit
+from fsdp2.core.root import ON_ROOT
 from fsdp2.core.state import FSDPState, state_of
 from fsdp2.errors import FSDPRuntimeError
 from fsdp2.features.reshard_to_fewer import PostForwardShards

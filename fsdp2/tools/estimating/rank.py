@@ -180,7 +180,7 @@ class Rank:
 
     def _orders(self) -> list[Any]:
         """In which every root runs its groups."""
-        return [(root.learned_order, root.learned_backward_order) for root in roots_of(states_below(self.model))]
+        return [(root.learned.forward, root.learned.backward) for root in roots_of(states_below(self.model))]
 
     def _step(self) -> None:
         request, count = self._request, self._request.accumulation

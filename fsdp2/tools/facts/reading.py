@@ -15,7 +15,7 @@ from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.layout import BufferLayout
 from fsdp2.core.options import RootSettings, described
 from fsdp2.core.plan import GatherPlan, ReducePlan
-from fsdp2.core.root import Unit
+from fsdp2.core.prefetch import Unit
 from fsdp2.core.state import FSDPState, state_of, states_below
 from fsdp2.core.structure import module_paths
 from fsdp2.core.transport import is_alone, transport_of
@@ -160,9 +160,9 @@ class _Reader:
     def _orders(self) -> tuple[list[FSDPState], list[FSDPState], bool]:
         """In which order forward and backward come to the states, and whether that is known."""
         roots = [state.own_root for state in self._roots]
-        if roots and all(root is not None and root.learned_order for root in roots):
+        if roots and all(root is not None and root.learned.forward for root in roots):
             by_unit = {id(state.unit): state for state in self.states}
-            learned = [(root.learned_order, root.learned_backward_order) for root in roots if root is not None]
+            learned = [(root.learned.forward, root.learned.backward) for root in roots if root is not None]
             forward, backward = (
                 [by_unit[id(unit)] for orders in learned for unit in orders[way] if id(unit) in by_unit]
                 for way in (0, 1)

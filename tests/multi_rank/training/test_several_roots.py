@@ -145,11 +145,11 @@ def test_each_root_keeps_its_orders() -> None:
     for each in in_turn(models, batch(0, dist.get_rank())):
         each.backward()
     roots = [state_of(models[name]).own_root for name in ("a", "b")]
-    before = [root._forward_order.learned for root in roots]
+    before = [root.learned.forward for root in roots]
     assert all(before) and before[0] != before[1]
     for each in in_turn(models, batch(0, dist.get_rank())):
         each.backward()
-    assert [root._forward_order.learned for root in roots] == before
+    assert [root.learned.forward for root in roots] == before
     assert [state_of(models[name]).own_root for name in ("a", "b")] == roots
     assert roots[0].comm is roots[1].comm
 
