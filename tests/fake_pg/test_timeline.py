@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, FSDPRuntimeError, FSDPValueError, fully_shard
 from fsdp2.core.group import FSDPParamGroup
+from fsdp2.core.prefetch import Schedule
 from fsdp2.core.reduce import GradientReducer
 from fsdp2.core.root import FSDPRoot
 from fsdp2.core.state import FSDPState, states_below
@@ -122,7 +123,7 @@ def test_bytes_are_those_of_the_buffers(simulate: FakeWorlds) -> None:
 
 
 def test_the_engine_has_what_is_tapped() -> None:
-    classes = (FSDPState, FSDPRoot, FSDPCommContext, FSDPParamGroup, GradientReducer, Transport)
+    classes = (FSDPState, FSDPRoot, Schedule, FSDPCommContext, FSDPParamGroup, GradientReducer, Transport)
     for each in classes:
         assert not hasattr(each, "__slots__") or "__dict__" in dir(each), "where a tap would have no place"
         for name in TAPPED[each.__name__]:

@@ -34,7 +34,8 @@ from fsdp2.tools.observing.taps import Tap, Taps
 
 TAPPED: dict[str, tuple[str, ...]] = {
     "FSDPState": ("on_real_parameters", "forward_failed"),
-    "FSDPRoot": ("begin_forward", "_gather_ahead", "_end_iteration"),
+    "FSDPRoot": ("begin_forward", "_end_iteration"),
+    "Schedule": ("gather_ahead",),
     "FSDPCommContext": ("_wait_for", "add_pending"),
     "FSDPParamGroup": ("_issue_all_gather", "_copy_out", "_free_unsharded"),
     "GradientReducer": ("reduce",),
@@ -236,7 +237,7 @@ class Observation:
         place = self._taps.place
         place(root, "begin_forward", functools.partial(_around_forward, self, root))
         if not self._only_exchanges:
-            place(root, "_gather_ahead", functools.partial(_around_ahead, self))
+            place(root.schedule, "gather_ahead", functools.partial(_around_ahead, self))
             place(root, "_end_iteration", functools.partial(_around_end, self, root))
         place(root.comm, "_wait_for", functools.partial(_around_wait, self, root.comm))
         place(root.comm, "add_pending", functools.partial(_around_pending, self))

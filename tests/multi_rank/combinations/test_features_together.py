@@ -709,7 +709,7 @@ def test_a_root_that_runs_without_gradients_keeps_no_hooks(world_size: int) -> N
     watched = []
     for step in range(3):
         model(inputs(step))
-        watched.append(len(model._get_fsdp_state().root._watched))
+        watched.append(len(model._get_fsdp_state().root.watched._hooks))
     assert watched[0] == watched[-1] <= 2
 
 

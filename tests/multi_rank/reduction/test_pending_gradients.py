@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, FSDPRuntimeError, fully_shard, pending_gradients
-from fsdp2.core.group import FSDPParamGroup
+from fsdp2.core.reduce import GradientReducer
 from tests.harness import FakeWorlds, multi_rank
 
 MICROBATCHES = 3
@@ -200,7 +200,7 @@ def test_an_exception_in_between_leaves_the_settings(world_size: int) -> None:
     net = sharded()
     net.set_requires_gradient_sync(False)
     accumulate(net)
-    with mock.patch.object(FSDPParamGroup, "reduce", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(GradientReducer, "reduce", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         fsdp2.synchronize_gradients(net)
     assert not any(group.settings.requires_gradient_sync for group in net._get_fsdp_state().unit)
     assert pending_gradients(net), "nothing is lost"
