@@ -140,7 +140,7 @@ def test_what_somebody_holds_is_taken_back_at_the_end() -> None:
 def test_a_step_that_raises_loses_nothing() -> None:
     model = shard()
     optimizer = two_groups(trainable(model))
-    offload_optimizer_state(optimizer)
+    handle = offload_optimizer_state(optimizer)
     reference = Reference(CASE, world_size=2, make_optimizer=two_groups)
     assert_trains_like(reference, model, optimizer, steps=2)
     with fails(optimizer), pytest.raises(ZeroDivisionError):
@@ -151,6 +151,11 @@ def test_a_step_that_raises_loses_nothing() -> None:
     with fails(optimizer), pytest.raises(ZeroDivisionError):
         optimizer.step()
     assert_trains_like(reference, model, optimizer, steps=2)
+    with fails(optimizer), pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    handle.remove()
+    assert type(optimizer.state).__name__ == "defaultdict"
+    assert_trains_like(reference, model, optimizer, steps=1)
 
 
 @contextmanager
