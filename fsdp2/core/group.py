@@ -268,11 +268,6 @@ class FSDPParamGroup:
                 f"set_keep_unsharded_storage(False) on '{self.name}': a graph was captured that writes and reads the "
                 "storage, which would be given to others. Leave it as it is for as long as that graph is replayed."
             )
-        if settings.comm_hook is not None and None not in self.mesh.key:
-            raise FSDPValueError(
-                f"Communication hook is not supported for hybrid strategies, and '{self.name}' is sharded over "
-                f"{self.mesh}: shard it over a mesh of one dim, or reduce over the replicas in set_all_reduce_hook()."
-            )
         if settings.all_reduce_hook_stream is not None and self.mesh.replicate_group is not None:
             raise FSDPValueError(
                 "set_all_reduce_hook: stream cannot be set when using native HSDP, a (replicate, shard) mesh, "
