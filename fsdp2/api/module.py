@@ -32,7 +32,6 @@ from fsdp2.core.options import (
     DEFAULT,
     FREE,
     AllGather,
-    CommHook,
     ReduceScatter,
     RootSettings,
     check_comm,
@@ -532,43 +531,6 @@ class FSDPModule:
         """
         groups = _groups_of_one_mesh(self, "set_all_reduce_hook")
         _configure_groups(groups, {"all_reduce_hook": hook, "all_reduce_hook_stream": stream})
-
-    @checked(state=ANYTHING)
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Let ``hook`` reduce the gradients of all modules below, and average them, in the place of the engine.
-
-        It is called once for each reduction of a group, for each dtype that gradients are reduced in:
-        ``hook(state, flat, output)`` of sharded parameters, and ``hook(state, flat)`` of replicated ones. ``flat`` is
-        this rank's gradient of all parameters together, in the reduce dtype, with zeros where there is padding; of
-        sharded ones (W * n,) for W ranks, chunk r for rank r, and ``output`` (n,). The result goes to ``output``, or
-        else to ``flat``; also if the hook sets its ``.data`` to other memory. ``flat`` may be written, and neither may
-        be kept. With streams it runs on that of the reduction. Which parameters had gradients travels apart, by the
-        engine.
-
-        Call it on the root, once, before the first forward; on all ranks alike.
-
-        Raises:
-            FSDPTypeError: ``hook`` cannot be called.
-            FSDPRuntimeError: this module is not the root, a hook is registered, or there was a forward or `unshard`.
-            FSDPValueError: parameters below are sharded and replicated (HSDP), or scaled or reduced in another way by
-                a setting.
-        """
-        own = _state(self)
-        if own.root is not None and not own.is_root:
-            raise FSDPRuntimeError(
-                f"register_comm_hook can only be called on a root instance. '{own.name}' is below {own.root.name}."
-            )
-        for group in _groups(self, recurse=True):
-            if group.settings.comm_hook is not None:
-                raise FSDPRuntimeError(
-                    f"A communication hook is already registered, for '{group.name}': let one hook do both."
-                )
-        if own.root is not None:
-            raise FSDPRuntimeError(
-                f"register_comm_hook must be called before the first forward or unshard() of {own.root.name}, which "
-                "has been: gradients are laid out otherwise. Register the hook right after the last fully_shard."
-            )
-        _configure(self, recurse=True, comm_hook=CommHook(state, hook))
 
     @checked(factor=ANYTHING)
     def set_gradient_divide_factor(self, factor: float) -> None:

@@ -262,12 +262,10 @@ class GroupExchanges:
         reduction = self._reductions.pop(token)
         handle, plan, output = reduction.handle, reduction.plan, reduction.output
         handle.wait_for_works()
-        replicas, transport = group.mesh.replicate_group, group.reducer.transport
-        if replicas is not None:
+        if group.mesh.replicate_group is not None:
             handle.works = []
-            op, offset = plan.scaling.replicate_op, plan.layout.presence_offset
             with _torch.without_grad():
-                transport.all_reduce(output, offset, replicas, op, handle.works)
+                group.reducer.transport.all_reduce(output, plan.scaling.replicate_op, handle.works)
             handle.wait_for_works()
         return output
 

@@ -113,8 +113,6 @@ def _feature_of_group(group: FSDPParamGroup) -> str | None:
         return "its parameters or gradients are offloaded; leave out offload_policy"
     if settings.custom_all_gather is not None or settings.custom_reduce_scatter is not None:
         return "it has a custom all-gather or reduce-scatter, which graphs do not call"
-    if settings.comm_hook is not None:
-        return "it has a communication hook (register_comm_hook), which is called outside of graphs"
     if group.mesh.spmd_mesh is not None:
         return "dp_mesh_dims: whether a gradient is summed over data-parallel dims is known only when it arrives"
     if storage.extended:

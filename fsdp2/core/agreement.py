@@ -259,22 +259,6 @@ def refuse_meta(modules: Sequence[nn.Module], class_name: str) -> None:
         )
 
 
-def refuse_hooks_below(groups: Sequence[FSDPParamGroup], class_name: str) -> None:
-    """A communication hook was registered for all ``groups`` of the root, or for none.
-
-    Raises:
-        FSDPRuntimeError: it was registered on a module below, or before others were sharded.
-    """
-    hooked = [group for group in groups if group.settings.comm_hook is not None]
-    others = [group for group in groups if group.settings.comm_hook is not groups[0].settings.comm_hook]
-    if hooked and others:
-        without = next((group for group in groups if group.settings.comm_hook is None), others[0])
-        raise FSDPRuntimeError(
-            f"register_comm_hook can only be called on a root instance. '{hooked[0].name}' has a communication hook "
-            f"and '{without.name}' not the same: call it on {class_name}, once, after the last fully_shard."
-        )
-
-
 class Setting(NamedTuple):
     """A line of what the ranks of some meshes must have set alike.
 

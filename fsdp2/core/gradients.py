@@ -242,7 +242,6 @@ class GradientBucket:
         self._is_due = False  # something is on its way to the buffer, or lies there and is no parameter's ``.grad`` yet
         self._carried = layout.carried
         self._presences = slice(layout.presence_offset, layout.presence_offset + len(self.params))
-        self._presence_is_apart = layout.presence_offset >= layout.packed_numel
         self._holes = self._make_holes()
         carriages = [
             (index, hole, slot)
@@ -267,14 +266,7 @@ class GradientBucket:
                 if slot.pad_numel:
                     template.append(zeros[slot.pad_numel])
                 template.append(zeros[0])
-            layout, numel = self.layout, len(self.params)
-            if self._presence_is_apart:
-                end = max((slot.offset + slot.shard_numel for slot in packed), default=0)
-                template.append(
-                    torch.zeros(self._world_size, layout.packed_numel - end, dtype=dtype, device=self._device)
-                )
-            else:
-                numel = layout.packed_numel - layout.presence_offset
+            numel = self.layout.packed_numel - self.layout.presence_offset
             presence = torch.zeros(self._world_size, numel, dtype=dtype, device=self._device)
             presence[:, : len(self.params)] = self.plan.presence
             template.append(presence)
@@ -385,8 +377,6 @@ class GradientBucket:
             direct.append((output.narrow(0, slot.offset, slot.shard_numel), gradient.contiguous().view(-1)))
         if missing:
             packing[-1] = self._without(packing[-1], missing)
-        if self._presence_is_apart:
-            direct.append((output[self._presences], packing.pop().to(self.dtype).flatten()))
         (_, input), *_ = packed.members
         rows = input.view(world_size, -1)
         self._pack(packing, world_size, rows)
@@ -507,7 +497,8 @@ class GradientBucket:
     def continues(self, earlier: GradientBucket) -> bool:
         """Whether what waits in ``earlier`` can wait here."""
         dtypes = [each.sum.dtype for each in (self, earlier)]
-        return self.layout == earlier.layout and dtypes[0] == dtypes[1]
+        knows_presence = bool(earlier.plan.presence) or not self.plan.presence
+        return self.layout == earlier.layout and dtypes[0] == dtypes[1] and knows_presence
 
     def take_reduce_scattered(self, earlier: GradientBucket) -> None:
         """Go on with what ``earlier``, which this continues, has kept."""

@@ -328,11 +328,6 @@ class GradientLayout:
     What travels is fixed by the plan: a parameter without gradient on this rank contributes zeros, and its element of
     ``presence`` says so; the reduced presence tells every rank whether any rank had a gradient.
 
-    Where somebody else is to reduce the packed slots, presence is ``apart``: behind the row, reduced by itself. Padding
-    is all that the row then holds besides gradients::
-
-        output, per rank  | pad | packed slot | pad of the row | presence |
-
     Owned parameters share a slot, the ``region``, as one flat gradient would that is dealt out evenly; it is put
     together from theirs as ``filling`` says.
     """
@@ -360,9 +355,8 @@ class GradientLayout:
         world_size: int,
         itemsize: int,
         region_threshold_bytes: float = math.inf,
-        presence_apart: bool = False,
     ) -> GradientLayout:
-        """Lay out one gradient for each of ``partitions``. With ``presence_apart`` none travels alone.
+        """Lay out one gradient for each of ``partitions``.
 
         ``direct`` says which may travel alone; one whose rows do not divide by ``world_size`` needs the packing's
         padding all the same. So does the region if it has ``region_threshold_bytes``.
@@ -396,9 +390,6 @@ class GradientLayout:
             if not wanted:
                 presence_offset = offset
                 offset = packed_numel = padded_row(presence_offset + len(partitions), itemsize)
-                if presence_apart:  # one element of padding ends the row at least, as what packs it expects
-                    presence_offset = packed_numel = padded_row(presence_offset + 1, itemsize)
-                    offset = presence_offset + len(partitions)
         shared = placed.get(len(partitions))
         for index, place in enumerate(region.offsets if region else ()):
             if place is not None and region and shared:

@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -255,18 +255,6 @@ def _names(names: MeshDimNames) -> tuple[str, ...]:
 AllReduceHook = Callable[[torch.Tensor], None]
 
 
-class CommHook(NamedTuple):
-    """What reduces and averages gradients in the place of the engine; see `FSDPModule.register_comm_hook`.
-
-    Attributes:
-        state: the first argument of each call.
-        hook: called with the state, a flat unsharded gradient and, if parameters are sharded, what to fill.
-    """
-
-    state: Any
-    hook: Callable[..., Any]
-
-
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class GroupSettings:
     """How a group communicates. Every rank must set the same.
@@ -284,7 +272,6 @@ class GroupSettings:
         all_reduce_hook_stream: where; None: on the all-reduce stream.
         custom_all_gather: takes the place of the all-gather.
         custom_reduce_scatter: takes the place of the reduce-scatter.
-        comm_hook: takes the place of all collectives that gradients themselves travel in, and of their scaling.
         has_scatter_group: reduce-scatters have a process group of their own.
         gathers_on_compute: all-gathers are issued from the current stream, as asynchronous works.
         unshards_in_backward: whether backward needs the parameters.
@@ -303,7 +290,6 @@ class GroupSettings:
     all_reduce_hook_stream: Any = None
     custom_all_gather: AllGather | None = None
     custom_reduce_scatter: ReduceScatter | None = None
-    comm_hook: CommHook | None = None
     has_scatter_group: bool = False
     gathers_on_compute: bool = False
     unshards_in_backward: bool = True
@@ -313,7 +299,7 @@ class GroupSettings:
     @property
     def has_user_reduction(self) -> bool:
         """Whether a user's function writes what is reduced as a whole, padding included."""
-        return self.comm_hook is not None or self.custom_reduce_scatter is not None or self.all_reduce_hook is not None
+        return self.custom_reduce_scatter is not None or self.all_reduce_hook is not None
 
     def __post_init__(self) -> None:
         factor = self.divide_factor
@@ -329,21 +315,6 @@ class GroupSettings:
             check_comm(self.custom_all_gather, "set_custom_all_gather")
         if self.custom_reduce_scatter is not None:
             check_comm(self.custom_reduce_scatter, "set_custom_reduce_scatter")
-        if self.comm_hook is not None:
-            self._refuse_beside_hook()
-
-    def _refuse_beside_hook(self) -> None:
-        others = {
-            "set_gradient_divide_factor() or set_gradient_reduction()": self.divide_factor,
-            "set_gradient_reduction()": self.denominator,
-            "a custom reduce-scatter, or communication memory of its own,": self.custom_reduce_scatter,
-        }
-        for name, value in others.items():
-            if value is not None:
-                raise FSDPValueError(
-                    f"register_comm_hook() and {name} exclude each other: the hook reduces gradients and averages "
-                    "them. Let the hook do it, or leave it out."
-                )
 
     @property
     def packs_gathers(self) -> bool:
@@ -353,11 +324,11 @@ class GroupSettings:
     @property
     def packs_reductions(self) -> bool:
         """The same of gradients."""
-        return self.custom_reduce_scatter is not None or self.comm_hook is not None
+        return self.custom_reduce_scatter is not None
 
     def scales_like(self, other: GroupSettings) -> bool:
         """Whether gradients are scaled by the same collectives. (A denominator is applied after them.)"""
-        return self.comm_hook is other.comm_hook and (self.divide_factor, self.only_sums, self.denominator is None) == (
+        return (self.divide_factor, self.only_sums, self.denominator is None) == (
             other.divide_factor,
             other.only_sums,
             other.denominator is None,
@@ -398,11 +369,6 @@ def refuse_settings(group: FSDPParamGroup, settings: GroupSettings) -> None:
         raise FSDPRuntimeError(
             f"set_keep_unsharded_storage(False) on '{group.name}': a graph was captured that writes and reads the "
             "storage, which would be given to others. Leave it as it is for as long as that graph is replayed."
-        )
-    if settings.comm_hook is not None and None not in group.mesh.key:
-        raise FSDPValueError(
-            f"Communication hook is not supported for hybrid strategies, and '{group.name}' is sharded over "
-            f"{group.mesh}: shard it over a mesh of one dim, or reduce over the replicas in set_all_reduce_hook()."
         )
     if settings.all_reduce_hook_stream is not None and group.mesh.replicate_group is not None:
         raise FSDPValueError(

@@ -27,7 +27,7 @@ from fsdp2.core.param import FSDPParam
 from fsdp2.core.places import Label, label
 from fsdp2.core.plan import ReducePlan, Scaling, Waiting, indices_of
 from fsdp2.core.streams import Device, FSDPCommContext, PendingReduce, Stage
-from fsdp2.core.transport import HOOKED, Alone, Transport, Works, among, is_alone, transport_of
+from fsdp2.core.transport import Alone, Transport, among, is_alone, transport_of
 from fsdp2.errors import FSDPRuntimeError, FSDPValueError
 
 _LARGE_DIVISOR = 1024.0
@@ -122,20 +122,17 @@ class GradientReducer:
         lost = [bucket for dtype, bucket in before.items() if dtype not in kept]
         if lost:
             raise FSDPRuntimeError(
-                f"parameters around '{lost[0].params[0].path}' were replaced, frozen or converted while gradients wait "
-                "for their all-reduce over replicas, or on the host for the last backward; change them after a "
-                "backward with set_requires_all_reduce(True) and set_is_last_backward(True)."
+                f"parameters around '{lost[0].params[0].path}' were replaced, frozen or converted, or "
+                "set_reduce_scatter_unused_params() was called, while gradients wait for their all-reduce over "
+                "replicas, or on the host for the last backward; do so after a backward with "
+                "set_requires_all_reduce(True) and set_is_last_backward(True)."
             )
         for bucket in buckets:
             if bucket.dtype in kept:
                 bucket.take_reduce_scattered(before[bucket.dtype])
         self.buckets = buckets
         self.frozen = tuple(param for param in params if param not in trainable)
-        hook, custom = self.settings.comm_hook, self.settings.custom_reduce_scatter
-        if hook is None:
-            self._transport = transport_of(self.group, self._mesh.device, custom)
-        else:
-            self._transport = HOOKED.filling(hook, self.group, self._mesh.device)
+        self._transport = transport_of(self.group, self._mesh.device, self.settings.custom_reduce_scatter)
         self._to_widen = tuple(
             param for param in trainable if param.accumulation_dtype not in (None, param.param_dtype)
         )
@@ -185,11 +182,12 @@ class GradientReducer:
             world_size=mesh.shard_size,
             itemsize=dtype.itemsize,
             region_threshold_bytes=math.inf if all_packed else threshold,
-            presence_apart=settings.comm_hook is not None,
         )
         divisor = _LARGE_DIVISOR if settings.denominator is not None else settings.divide_factor or scaling.after
         # So that a division by the divisor does not make it vanish.
         presence = min(max(1.0, divisor), _LARGE_DIVISOR)
+        if settings.zeros_for_unused and settings.custom_reduce_scatter is not None:
+            presence = 0.0  # which nobody asks for, and which the user's function might take for gradients
         sent = self._sent_dtype(params, dtype, scaling)
         return ReducePlan(dtype, sent, indices_of(of_group, params), layout, scaling.of_any_backend(), presence)
 
@@ -269,8 +267,6 @@ class GradientReducer:
     def _scaling(self, dtype: torch.dtype) -> Scaling:
         mesh, settings, group = self._mesh, self.settings, self.group
         has_sums_only = mesh.device.type == "mtia"
-        if settings.comm_hook is not None:  # which averages: sums, of presence alone, and no division
-            return Scaling(1.0, dist.ReduceOp.SUM, dist.ReduceOp.SUM, 1.0)
         return Scaling.choose(
             dtype,
             mesh.shard_size,
@@ -473,8 +469,10 @@ class GradientReducer:
                 if not device.has_streams:
                     for each in sent:
                         each.packed.release_inputs()
+                works = None if device.has_streams else pending.works
                 with device.use(stream):
-                    self._all_reduce(sent, replicas, None if device.has_streams else pending.works)
+                    for each in sent:
+                        self._transport.all_reduce(each.packed.output, each.scaling.replicate_op, works)
                 yield Stage.LAST_LAUNCHED
             if device.has_streams:
                 with device.use(stream):
@@ -543,11 +541,6 @@ class GradientReducer:
             return comm.reduce_scatter_stream
         hook_stream = self.settings.all_reduce_hook_stream
         return comm.all_reduce_stream if hook_stream is None else hook_stream
-
-    def _all_reduce(self, sent: list[_Sent], group: dist.ProcessGroup, works: Works) -> None:
-        for each in sent:
-            presence_offset = each.gradients.layout.presence_offset
-            self._transport.all_reduce(each.packed.output, presence_offset, group, each.scaling.replicate_op, works)
 
     def _finish(
         self,

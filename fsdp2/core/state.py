@@ -16,7 +16,6 @@ from fsdp2 import _torch
 from fsdp2.core.agreement import (
     Number,
     refuse_disagreement,
-    refuse_hooks_below,
     refuse_list_as_root,
     refuse_meta,
     refuse_unowned_parameters,
@@ -358,7 +357,6 @@ class FSDPState:
                 group.rename(name or self.class_name, paths)
         self._refuse_unowned()
         refuse_meta(self.modules, self.class_name)
-        refuse_hooks_below(groups, self.class_name)
         if shared.comm is None:
             shared.comm = FSDPCommContext(device_for(self.mesh.device))
         for group in groups:

@@ -21,9 +21,8 @@ import torch.distributed as dist
 from fsdp2 import _torch
 from fsdp2.core.buffers import ALLOCATOR, Arena
 from fsdp2.core.gather import Transfer
-from fsdp2.core.options import AllGather, Comm, CommHook, ReduceScatter
+from fsdp2.core.options import AllGather, Comm, ReduceScatter
 from fsdp2.core.places import UNNAMED, Label, order_over
-from fsdp2.core.ports import Port, missing
 from fsdp2.errors import FSDPValueError
 
 Works = list[Any] | None
@@ -71,13 +70,8 @@ class Transport(ABC):
         ``arena``: of what is received for that.
         """
 
-    def all_reduce(
-        self, output: torch.Tensor, presence_offset: int, group: dist.ProcessGroup, op: Any, works: Works
-    ) -> None:
-        """Reduce ``output``, of a reduce-scatter, over the replicas ``group``, in place.
-
-        From ``presence_offset`` on it holds which parameters have a gradient.
-        """
+    def all_reduce(self, output: torch.Tensor, op: Any, works: Works) -> None:
+        """Reduce ``output``, of a reduce-scatter, over the replicas, in place."""
         if self.among_replicas is not None:
             self.among_replicas.sum(output, op, works)
 
@@ -180,10 +174,6 @@ class Custom(Transport):
 
 OF_BACKENDS: dict[tuple[str, str], Callable[[dist.ProcessGroup], Native]] = {}
 """What takes the place of `Native`, by the type of the device that the group computes on, and its backend there."""
-
-
-HOOKED: Port[Callable[[CommHook, dist.ProcessGroup | None, torch.device], Transport]] = Port(missing("comm_hooks"))
-"""Makes what calls a communication hook; the process group is of the ranks that parameters are sharded over, if any."""
 
 
 def is_native_chosen() -> bool:

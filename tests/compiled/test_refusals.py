@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, Owned, fully_shard
-from fsdp2.compat.fsdp1 import comm_hooks
 from tests.compiled.helpers.models import WIDTH, batch, batch_of, build, multi_rank, rank, shard, steps_of, whole
 from tests.compiled.helpers.twins import assert_equal, assert_trains_alike, compiling, mine, one_backward
 from tests.harness.parity.custom_collectives import custom_all_gather, custom_reduce_scatter
@@ -61,11 +59,6 @@ def custom_scatter(model: nn.Module) -> None:
     shard(model)
     for block in model.blocks:
         block.set_custom_reduce_scatter(custom_reduce_scatter([]))
-
-
-def hooked(model: nn.Module) -> None:
-    shard(model)
-    model.register_comm_hook(comm_hooks.DefaultState(dist.group.WORLD), comm_hooks.reduce_scatter_hook)
 
 
 def to_fewer(model: nn.Module) -> None:
@@ -133,7 +126,6 @@ ROWS = [
     (offloaded, linear, "offloaded; leave out offload_policy"),
     (custom_gather, linear, "custom all-gather or reduce-scatter"),
     (custom_scatter, linear, "custom all-gather or reduce-scatter"),
-    (hooked, linear, r"communication hook \(register_comm_hook\)"),
     (list_of_modules, linear, "list of modules; call it on each of them"),
     (without_sync, linear, r"set_requires_gradient_sync\(False\).*reduce every microbatch"),
     (without_all_reduce, linear, r"set_requires_all_reduce\(False\); all-reduce every microbatch"),

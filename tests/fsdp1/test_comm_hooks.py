@@ -5,7 +5,6 @@ Torch's compressing hooks end with ``record_stream``, which there is not on CPU:
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 from unittest import mock
 
@@ -16,8 +15,8 @@ from torch import Tensor
 from torch.distributed.algorithms._comm_hooks import LOW_PRECISION_HOOKS, default_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp2 import fully_shard
 from fsdp2.compat.fsdp1 import comm_hooks
+from tests.fsdp1.helpers.both import wrapped
 from tests.harness import multi_rank
 from tests.harness.compare import Tolerance, assert_sharded_same, gradients_of, tolerance_for
 from tests.harness.models import UNEVEN_MLP
@@ -121,21 +120,22 @@ def test_compressing_is_one_cast_there_and_one_back(sharded: bool) -> None:
 
 @multi_rank(2, 4)
 @pytest.mark.parametrize("of", ["ours", "torch's"])
-@pytest.mark.parametrize("strategy", ["zero3", "replicate"])
-@pytest.mark.parametrize("name", ["plain", *COMPRESSING])
-def test_gradients_of_a_sharded_model(name: str, strategy: str, of: str, world_size: int) -> None:
+@pytest.mark.parametrize("name", ["reduce_scatter_hook", *COMPRESSING])
+def test_gradients_of_a_sharded_model(name: str, of: str, world_size: int) -> None:
     case, module = UNEVEN_MLP, comm_hooks if of == "ours" else default_hooks
-    if name == "plain":
-        name = "allreduce_hook" if strategy == "replicate" else "reduce_scatter_hook"
-    model: Any = case.build()
-    for unit in case.units(model):
-        fully_shard(unit, strategy=strategy)
+    model = wrapped("fsdp2")
     model.register_comm_hook(state_of(module, name), getattr(module, name))
     expected = Reference(case, world_size=world_size).step().gradients
     with mock.patch.object(Tensor, "record_stream", lambda *_: None):
         loss_on(case, model, 0, dist.get_rank()).backward()
     tolerance = COMPRESSED if name in COMPRESSING else tolerance_for(world_size)
     assert_sharded_same("gradients", gradients_of(model), expected, tolerance=tolerance)
+
+
+def hooked_by(kind: str, module: Any, name: str) -> Any:
+    model = wrapped(kind)
+    model.register_comm_hook(state_of(module, name), getattr(module, name))
+    return model
 
 
 def losses_of(model: Any) -> list[Tensor]:
@@ -153,36 +153,13 @@ def losses_of(model: Any) -> list[Tensor]:
 
 @multi_rank(2, 4)
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["plain", *COMPRESSING])
-@pytest.mark.parametrize("sharded", [True, False])
-def test_training_is_that_of_torchs_fsdp1(name: str, sharded: bool, world_size: int) -> None:
+@pytest.mark.parametrize("name", ["reduce_scatter_hook", *COMPRESSING])
+def test_training_is_that_of_torchs_fsdp1(name: str, world_size: int) -> None:
     """The same hooks, each on its own engine: on 2 ranks the same bits, for a sum has one rounding."""
-    fsdp1 = pytest.importorskip("torch.distributed.fsdp", reason="this torch has no FSDP1")
-    if not hasattr(fsdp1, "FullyShardedDataParallel"):
-        pytest.skip("this torch has no FSDP1")
-    if name == "plain":
-        name = "reduce_scatter_hook" if sharded else "allreduce_hook"
-    case = UNEVEN_MLP
-    ours: Any = case.build()
-    for unit in case.units(ours):
-        fully_shard(unit, strategy="zero3" if sharded else "replicate")
-    ours.register_comm_hook(state_of(comm_hooks, name), getattr(comm_hooks, name))
-    inner = case.build()
-    kind = fsdp1.ShardingStrategy
-    options = {
-        "device_id": torch.device("cpu"),
-        "sharding_strategy": kind.FULL_SHARD if sharded else kind.NO_SHARD,
-        "use_orig_params": True,
-    }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # NO_SHARD is deprecated
-        for unit in case.unit_names:
-            inner.set_submodule(unit, fsdp1.FullyShardedDataParallel(inner.get_submodule(unit), **options))
-        theirs = fsdp1.FullyShardedDataParallel(inner, **options)
-        theirs.register_comm_hook(state_of(default_hooks, name), getattr(default_hooks, name))
-        expected = losses_of(theirs)
-    found = losses_of(ours)
+    found, expected = (
+        losses_of(hooked_by(kind, module, name)) for kind, module in (("fsdp2", comm_hooks), ("torch", default_hooks))
+    )
     if world_size == 2:
         assert torch.equal(torch.stack(found), torch.stack(expected))
     else:
-        torch.testing.assert_close(found, expected, rtol=1e-4 if name in PLAIN else 0.02, atol=1e-4)
+        torch.testing.assert_close(found, expected, rtol=1e-4 if name == "reduce_scatter_hook" else 0.02, atol=1e-4)

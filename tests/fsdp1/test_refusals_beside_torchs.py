@@ -111,6 +111,8 @@ MISUSES: dict[str, Misuse] = {
     "hook twice": lambda kind: hooked(kind, times=2),
     "hook below": lambda kind: below(kind, lambda each: each.register_comm_hook(None, default_hooks.allreduce_hook)),
     "hook late": hooked_late,
+    "hook of replicas": lambda kind: hooked(kind, sharding_strategy=ShardingStrategy.NO_SHARD),
+    "hook of no function": lambda kind: wrapped(kind).register_comm_hook(None, None),
     "hook of hybrid": lambda kind: hooked(kind, device_mesh=hybrid_mesh(), **HYBRID),
     "custom answer": custom_answer,
     "nested enable_wrap": nested,
@@ -175,7 +177,12 @@ REFUSALS: dict[str, dict[str, tuple[type[Exception], str] | None]] = {
         "torch": (AssertionError, "register_comm_hook can only be called on a root instance"),
         "fsdp2": (AssertionError, "register_comm_hook can only be called on a root instance"),
     },
-    "hook late": {"torch": None, "fsdp2": (RuntimeError, "must be called before the first forward")},
+    "hook late": {"torch": None, "fsdp2": None},
+    "hook of replicas": {
+        "torch": None,
+        "fsdp2": (AssertionError, "Communication hook is not supported for NO_SHARD on several ranks"),
+    },
+    "hook of no function": {"torch": None, "fsdp2": (TypeError, "takes a function as hook, got None")},
     "hook of hybrid": {
         "torch": (AssertionError, "Communication hook is not supported for hybrid strategies"),
         "fsdp2": (AssertionError, "Communication hook is not supported for hybrid strategies"),

@@ -358,12 +358,12 @@ def test_wrong_arguments(simulate: FakeWorlds, arguments: Any, error: type[Excep
 
 @multi_rank(2, 4)
 @pytest.mark.full
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 def test_a_communication_hook_reduces_as_the_engine_does(strategy: str, world_size: int) -> None:
     from fsdp2.compat.fsdp1 import comm_hooks
 
     model = by_hand(sharding_strategy=ShardingStrategy[strategy])
-    hook = comm_hooks.allreduce_hook if strategy == "NO_SHARD" else comm_hooks.reduce_scatter_hook
+    hook = comm_hooks.reduce_scatter_hook
     with pytest.raises(FSDPRuntimeError, match="can only be called on a root instance"):
         FullyShardedDataParallel.fsdp_modules(model)[1].register_comm_hook(None, hook)
     model.register_comm_hook(comm_hooks.DefaultState(dist.group.WORLD), hook)

@@ -159,7 +159,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "set_custom_all_gather": {"comm": None},
     "set_custom_reduce_scatter": {"comm": None},
     "set_all_reduce_hook": {"hook": print},
-    "register_comm_hook": {"state": None, "hook": print},
     "set_gradient_divide_factor": {"factor": 2.0},
     "set_gradient_reduction": {"reduction": "mean"},
     "set_reduce_scatter_divide_factor": {"factor": 2.0},

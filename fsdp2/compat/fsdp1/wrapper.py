@@ -52,6 +52,7 @@ from fsdp2.compat.fsdp1.construction import (
     strategy_on,
     used,
 )
+from fsdp2.compat.fsdp1.hooked import HookedReduceScatter
 from fsdp2.compat.fsdp1.inspection import FlatParameterView, FlatParamHandleView
 from fsdp2.compat.fsdp1.names import WRAPPED, Inside, cleaned, saved
 from fsdp2.compat.fsdp1.policies import wrap_submodules
@@ -358,11 +359,14 @@ class FullyShardedDataParallel(nn.Module):
         return total.full_tensor() if isinstance(total, DTensor) else total
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Let ``hook`` reduce each unit's flat gradient: see `FSDPModule.register_comm_hook`.
+        """Let ``hook`` reduce each unit's flat gradient, and average it: see `HookedReduceScatter`.
 
         Raises:
-            FSDPAssertionError: this is not the root, there is a hook, or a unit is sharded and replicated.
+            FSDPAssertionError: this is not the root, there is a hook, or a unit has replicas.
+            FSDPTypeError: ``hook`` cannot be called.
         """
+        if not callable(hook):
+            raise fsdp2.FSDPTypeError(f"register_comm_hook takes a function as hook, got {hook!r}.")
         if self._is_nested:
             raise FSDPAssertionError("register_comm_hook can only be called on a root instance.")
         wrappers = (self, *self._wrappers_below())
@@ -370,11 +374,23 @@ class FullyShardedDataParallel(nn.Module):
             raise FSDPAssertionError("A communication hook is already registered")
         if any(each.sharding_strategy in HYBRID for each in wrappers):
             raise FSDPAssertionError("Communication hook is not supported for hybrid strategies")
-        self._unit.register_comm_hook(state, hook)
+        for each in wrappers:
+            if each.world_size > 1 and not each._fsdp1_is_sharded:
+                raise FSDPAssertionError(
+                    "Communication hook is not supported for NO_SHARD on several ranks: shard the parameters, or use "
+                    "DistributedDataParallel, which calls hooks of its own in the place of its all-reduce."
+                )
+        reduce = HookedReduceScatter(state, hook)
+        for each in wrappers:
+            each._unit.set_custom_reduce_scatter(reduce)
+            each._unit.set_gradient_divide_factor(1.0)  # the hook averages
+            if each.world_size == 1:  # where nothing is scattered
+                each._unit.set_all_reduce_hook(reduce.call)
 
     def _fsdp1_comm_hook(self, what: str) -> Any:
         """The "hook" or its "state" of the first group: all of a unit have the same."""
-        return next((getattr(each.settings.comm_hook, what, None) for each in self._unit._get_fsdp_state().unit), None)
+        groups = self._unit._get_fsdp_state().unit
+        return next((getattr(each.settings.custom_reduce_scatter, what, None) for each in groups), None)
 
     _comm_hook = property(lambda self: self._fsdp1_comm_hook("hook"))
     _comm_hook_state = property(lambda self: self._fsdp1_comm_hook("state"))

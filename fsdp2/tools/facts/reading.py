@@ -195,7 +195,7 @@ class _Reader:
         owner: FSDPState = group.sharers[0]
         mesh, is_root = group.mesh, owner in self._roots
         rests = group.storage.post_forward
-        exact = not group.storage.extended and group.settings.comm_hook is None
+        exact = not group.storage.extended
         return GroupFacts(
             index=index,
             name=self._name(owner),

@@ -452,3 +452,20 @@ def test_a_model_whose_gradients_were_clipped_is_collected() -> None:
     del model
     gc.collect()
     assert gone() is None
+
+
+@multi_rank(2)
+def test_norms_do_not_count_what_a_hook_leaves_in_the_padding(world_size: int) -> None:
+    """The hook may be set when gradients have been clipped."""
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(5, 3))
+    model(torch.ones(2, 5)).square().sum().backward()
+    clip_grad_norm_(model, 1.0)
+    model.zero_grad()
+    model.set_all_reduce_hook(lambda flat: flat.add_(torch.arange(1.0, flat.numel() + 1)))
+    model(torch.ones(2, 5)).square().sum().backward()
+    whole = [parameter.grad.full_tensor() for parameter in model.parameters()]  # type: ignore[union-attr]
+    expected = torch.cat([each.flatten() for each in whole]).norm()
+    torch.testing.assert_close(clip_grad_norm_(model, 1.0), expected)
+    for parameter, before in zip(model.parameters(), whole, strict=True):
+        torch.testing.assert_close(parameter.grad.full_tensor(), before / (expected + 1e-6))  # type: ignore[union-attr]

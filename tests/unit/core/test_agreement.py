@@ -19,7 +19,6 @@ from fsdp2.core.agreement import (
     compared_over,
     disagreement,
     refuse_finalization,
-    refuse_hooks_below,
     refuse_list_as_root,
     refuse_meta,
     refuse_unowned_parameters,
@@ -168,15 +167,6 @@ def test_what_was_set_is_a_line_for_each_module_and_group_it_is_set_on() -> None
         "module '1': set reshard_after_backward=False",
         "group '0': set divide_factor=3.0",
     ]
-
-
-def test_a_communication_hook_is_of_all_groups_or_of_none() -> None:
-    groups = groups_of(blocks())
-    refuse_hooks_below(groups, "Net")
-    hook = (None, lambda state, gradient, output=None: None)
-    groups[0].settings = groups[0].settings.__class__(comm_hook=hook)  # type: ignore[arg-type]
-    with pytest.raises(FSDPRuntimeError, match="'0' has a communication hook and '1' not the same: call it on Net"):
-        refuse_hooks_below(groups, "Net")
 
 
 def test_a_backward_is_finalized_by_the_root_alone_where_it_was_said_to_be() -> None:

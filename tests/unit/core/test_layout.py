@@ -219,20 +219,6 @@ def test_gradients_of_any_dim_are_reduced_to_their_chunks(seed: int) -> None:
             assert torch.equal(found, expected)
 
 
-@for_each("seed", range(20))
-def test_presence_apart_leaves_a_row_of_gradients_and_padding(seed: int) -> None:
-    """The slots lie as otherwise, all packed; at least one element of padding ends the row, and presence follows."""
-    generator = random.Random(seed)
-    world_size = generator.choice([1, 2, 3, 8])
-    cuts = random_cuts(generator)
-    sizes = {"world_size": world_size, "itemsize": 4}
-    together = GradientLayout.build(cuts, [False] * len(cuts), **sizes)
-    apart = GradientLayout.build(cuts, [False] * len(cuts), **sizes, presence_apart=True)
-    assert apart.slots == together.slots
-    assert apart.presence_offset == apart.packed_numel == padded_row(together.presence_offset + 1, 4)
-    assert apart.numel == apart.packed_numel + len(cuts)
-
-
 def sent_by(
     layout: GradientLayout, gradients: list[torch.Tensor], world_size: int
 ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:

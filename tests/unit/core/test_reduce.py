@@ -10,13 +10,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp2 import FSDPValueError, MixedPrecisionPolicy, _torch, fully_shard
+from fsdp2 import FSDPRuntimeError, FSDPValueError, MixedPrecisionPolicy, _torch, fully_shard
 from fsdp2.core.reduce import GradientReducer, Scaling, Waiting
 from tests.harness import fake_world
 from tests.harness.internals import groups_of
@@ -292,6 +293,22 @@ def test_settings_decide_the_operation_and_the_division(change: Any, op: Any, af
     (bucket,) = reducer.buckets
     scaling = bucket.plan.scaling
     assert (scaling.scatter_op, scaling.before, scaling.after) == (op, 1.0, after)
+
+
+def test_a_users_reduction_sees_no_presence_where_zeros_are_asked_for(two_ranks: None) -> None:
+    """Gradients and zeros alone. Nor can what waits then tell later which parameters had a gradient."""
+    model, reducer = prepared(FULL)
+    model.set_reduce_scatter_unused_params(True)
+    assert reducer.buckets[0].plan.presence == 1.0, "torch.distributed's own does not care"
+    model.set_custom_reduce_scatter(Mock())
+    (bucket,) = reducer.buckets
+    assert bucket.plan.presence == 0.0
+    bucket.reduce_scattered = torch.zeros(bucket.layout.numel)
+    with pytest.raises(FSDPRuntimeError, match=r"set_reduce_scatter_unused_params\(\) was called, while"):
+        model.set_reduce_scatter_unused_params(False)
+    bucket.reduce_scattered = None
+    model.set_reduce_scatter_unused_params(False)
+    assert reducer.buckets[0].plan.presence == 1.0
 
 
 def test_zeros_are_refused_for_gradients_whose_dtype_nobody_knows(
