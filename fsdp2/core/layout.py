@@ -194,6 +194,50 @@ def largest_first(partitions: Sequence[Partition], rows_of: Sequence[int]) -> li
 
 
 @dataclass(frozen=True, slots=True)
+class Row:
+    """Where one rank's parts of several parameters lie: the packed ones, then each direct one by itself.
+
+    ::
+
+        | pad | packed | pad | packed | behind | padding of the packed row | direct | direct |
+
+    Attributes:
+        starts: the first element of each parameter's part, in the order in which they lie.
+        pads: the elements before it, for alignment.
+        packed_end: where the packed ones end, and what follows ``behind`` them begins.
+        packed_numel: length of the packed row, a `padded_row`.
+        numel: length of all.
+    """
+
+    starts: dict[int, int]
+    pads: dict[int, int]
+    packed_end: int
+    packed_numel: int
+    numel: int
+
+    @classmethod
+    def build(
+        cls, partitions: Sequence[Partition], direct: Sequence[bool], *, world_size: int, itemsize: int, behind: int = 0
+    ) -> Row:
+        """Lay out a part of each of ``partitions`` that nobody owns, with room ``behind`` the packed ones."""
+        rows_of = [partition.rows(world_size) for partition in partitions]
+        lying = largest_first(partitions, rows_of)
+        starts, pads = {}, {}
+        end = packed_end = packed_numel = 0
+        for wanted in (False, True):
+            for index in lying:
+                if direct[index] is wanted:
+                    numel = partitions[index].outer * rows_of[index] * partitions[index].row_numel
+                    starts[index] = shard_start(end, numel, direct=wanted, itemsize=itemsize)
+                    pads[index] = starts[index] - end
+                    end = starts[index] + numel
+            if not wanted:
+                packed_end, end = end, padded_row(end + behind, itemsize)
+                packed_numel = end
+        return cls(starts, pads, packed_end, packed_numel, end)
+
+
+@dataclass(frozen=True, slots=True)
 class BufferLayout:
     """The layout of one group's parameters of one dtype over ``world_size`` ranks.
 
@@ -234,36 +278,30 @@ class BufferLayout:
         """Lay out one parameter for each of ``partitions``."""
         region = region_of(partitions, world_size=world_size, itemsize=itemsize)
         carried = [*partitions, Partition((world_size * region.capacity,))] if region else list(partitions)
-        slots: dict[int, Slot] = {}
-        shard_offset = unsharded_offset = packed_numel = 0
         rows_of = [partition.rows(world_size) for partition in carried]
         # Padding is at the end where rank order is the order of the parameter.
         rooms = [
             world_size * rows * partition.row_numel if partition.arrives_in_order else partition.numel
             for partition, rows in zip(carried, rows_of, strict=True)
         ]
-        lying = largest_first(carried, rows_of)
-        for wanted in (False, True):
-            alignment = alignment_numel(direct=wanted, itemsize=itemsize)
-            for index in lying:
-                partition, rows, room = carried[index], rows_of[index], rooms[index]
-                if (partition.arrives_in_order and room * itemsize >= direct_threshold_bytes) is not wanted:
-                    continue
-                unsharded_offset = align(unsharded_offset, alignment)  # whole parameters, which kernels read, always
-                numel = partition.outer * rows * partition.row_numel
-                shard_offset = shard_start(shard_offset, numel, direct=wanted, itemsize=itemsize)
-                slots[index] = Slot(partition, rows, shard_offset, unsharded_offset, wanted)
-                shard_offset += numel
-                unsharded_offset += room
-            if not wanted:
-                packed_numel = shard_offset = padded_row(shard_offset, itemsize)
+        direct = [
+            partition.arrives_in_order and room * itemsize >= direct_threshold_bytes
+            for partition, room in zip(carried, rooms, strict=True)
+        ]
+        row = Row.build(carried, direct, world_size=world_size, itemsize=itemsize)
+        slots: dict[int, Slot] = {}
+        end = 0
+        for index in row.starts:
+            start = align(end, alignment_numel(direct=direct[index], itemsize=itemsize))  # kernels read it there
+            slots[index] = Slot(carried[index], rows_of[index], row.starts[index], start, direct[index])
+            end = start + rooms[index]
         shared = slots[len(partitions)] if region else None
         if region and shared:
             for index, place in enumerate(region.offsets):
                 if place is not None:
                     slots[index] = slot_in_region(partitions[index], shared, shared.unsharded_offset + place)
         placed = tuple([slots[index] for index in range(len(partitions))])
-        return cls(world_size, placed, packed_numel, padded_row(shard_offset, itemsize), unsharded_offset, shared)
+        return cls(world_size, placed, row.packed_numel, padded_row(row.numel, itemsize), end, shared)
 
     def all_packed(self) -> BufferLayout:
         """The same buffers, every slot gathered through the staging buffer."""
@@ -371,25 +409,20 @@ class GradientLayout:
             carried.append(Partition((world_size * region.capacity,)))
             alone = [may and partition.owner is None for may, partition in zip(alone, partitions, strict=True)]
             alone.append(carried[-1].numel * itemsize >= region_threshold_bytes)
+        row = Row.build(carried, alone, world_size=world_size, itemsize=itemsize, behind=len(partitions))
         placed: dict[int, GradientSlot] = {}
-        offset = 0
-        presence_offset = packed_numel = 0
-        rows_of = [partition.rows(world_size) for partition in carried]
-        lying = largest_first(carried, rows_of)
-        for wanted in (False, True):
-            for index in lying:
-                if alone[index] is not wanted:
-                    continue
-                partition, rows = carried[index], rows_of[index]
-                numel = partition.outer * rows * partition.row_numel
-                start = shard_start(offset, numel, direct=wanted, itemsize=itemsize)
-                is_dealt_out = partition.dim is None or partition.memory_dim > 0 or not partition.is_chunked(world_size)
-                pad_numel = 0 if wanted else start - offset
-                placed[index] = GradientSlot(partition, rows, numel, start, wanted, is_dealt_out, pad_numel)
-                offset = start + numel
-            if not wanted:
-                presence_offset = offset
-                offset = packed_numel = padded_row(presence_offset + len(partitions), itemsize)
+        for index, offset in row.starts.items():
+            partition = carried[index]
+            rows = partition.rows(world_size)
+            placed[index] = GradientSlot(
+                partition,
+                rows,
+                shard_numel=partition.outer * rows * partition.row_numel,
+                offset=offset,
+                direct=alone[index],
+                is_dealt_out=partition.dim is None or partition.memory_dim > 0 or not partition.is_chunked(world_size),
+                pad_numel=0 if alone[index] else row.pads[index],
+            )
         shared = placed.get(len(partitions))
         for index, place in enumerate(region.offsets if region else ()):
             if place is not None and region and shared:
@@ -397,4 +430,5 @@ class GradientLayout:
                 pad_numel = shared.pad_numel if start == shared.offset else 0
                 placed[index] = replace(shared, partition=partitions[index], offset=start, pad_numel=pad_numel)
         ordered = tuple(placed[index] for index in range(len(partitions)))
-        return cls(ordered, presence_offset, packed_numel, offset, shared, region.filling if region else ())
+        filling = region.filling if region else ()
+        return cls(ordered, row.packed_end, row.packed_numel, row.numel, shared, filling)
