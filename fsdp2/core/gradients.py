@@ -242,23 +242,24 @@ class GradientBucket:
         self._is_due = False  # something is on its way to the buffer, or lies there and is no parameter's ``.grad`` yet
         self._carried = layout.carried
         self._presences = slice(layout.presence_offset, layout.presence_offset + len(self.params))
-        self._holes = self._make_holes()
-        carriages = [
-            (index, hole, slot)
-            for index, (hole, slot) in enumerate(zip(self._holes, self._carried, strict=True))
-            if hole is not None
+        self._positions = self._find_positions()
+        placed = [
+            (index, position, slot)
+            for index, (position, slot) in enumerate(zip(self._positions, self._carried, strict=True))
+            if position is not None
         ]
-        self._others = [each for each in carriages if _is_changed(each[2])]
-        self._packed_as_they_are = [(index, hole) for index, hole, slot in carriages if not _is_changed(slot)]
+        self._rearranged = [each for each in placed if _is_changed(each[2])]
+        self._as_they_come = [(index, position) for index, position, slot in placed if not _is_changed(slot)]
         casts = any(param.param_dtype != dtype for param in self.params)
         self._pack = PACKING.filling(layout, world_size, device, dtype, casts)
         self._templates: dict[torch.dtype, list[torch.Tensor]] = {}
         self._are_plain = all(param.sharding.unsharded_spec is None for param in self.params)
 
     def _template_of(self, dtype: torch.dtype) -> list[torch.Tensor]:
-        """What is packed, in the ``dtype`` of the gradients that go to its holes: alignment, and last presence."""
+        """``packing`` without gradients, in their ``dtype``: zeros for alignment, and last the presence of all."""
         if dtype not in self._templates:
-            packed = [slot for slot, hole in zip(self._carried, self._holes, strict=True) if hole not in (None, -1)]
+            placed = zip(self._carried, self._positions, strict=True)
+            packed = [slot for slot, position in placed if position not in (None, -1)]
             sizes = {0, *(slot.pad_numel for slot in packed)}
             zeros = {n: torch.zeros(self._world_size, n, dtype=dtype, device=self._device) for n in sizes}
             template: list[torch.Tensor] = []
@@ -273,16 +274,16 @@ class GradientBucket:
             self._templates[dtype] = template
         return self._templates[dtype]
 
-    def _make_holes(self) -> list[int | None]:
-        """Where each gradient goes in what is packed: -1 if it travels alone, None if it has no elements."""
-        holes: list[int | None] = [-1 if slot.shard_numel else None for slot in self._carried]
+    def _find_positions(self) -> list[int | None]:
+        """Where in ``packing`` each gradient goes: -1 if it travels alone, None if it has no elements."""
+        positions: list[int | None] = [-1 if slot.shard_numel else None for slot in self._carried]
         position = 0
         for index, slot in sorted(enumerate(self._carried), key=lambda pair: pair[1].offset):
             if slot.shard_numel and not slot.direct:
                 position += 1 if slot.pad_numel else 0
-                holes[index] = position
+                positions[index] = position
                 position += 1
-        return holes
+        return positions
 
     def pop_grads(self) -> list[torch.Tensor | None]:
         """Take autograd's gradients off the unsharded parameters."""
@@ -343,6 +344,15 @@ class GradientBucket:
     ) -> None:
         """Fill what `begin` has taken with ``gradients`` (one per parameter, unsharded shapes; None for zeros).
 
+        What is packed is a list of tensors, whose chunks along dim 0 go to the ranks in one kernel::
+
+            packing = [pad, g0, g1, pad, g2, presence]      two parameters without alignment between them, and a third
+            input   = | pad g0 g1 pad g2 presence | pad g0 g1 pad g2 presence | ...     rank 0's chunks, rank 1's, ...
+
+        ``_positions`` says where in the list each gradient goes; the rest comes from ``_template_of``. Most go there
+        ``_as_they_come``. The others are ``_rearranged``: permuted, cut along another dim, or sent alone, without a
+        copy. A gradient of another dtype than most is packed in theirs, and then once more over that place.
+
         On the stream of the reduce-scatter. Gradients are read, never written. ``lets_go``: a gradient that is copied
         for itself leaves ``gradients`` before the next copy is made, as no stream may still read it. ``casts``: what
         travels alone is cast to the dtype in which it is reduced.
@@ -355,7 +365,7 @@ class GradientBucket:
         packing = self._template_of(dtype).copy()
         direct: list[Transfer] = []
         others = self._place(carried, packing, dtype)
-        for index, hole, slot in self._others:
+        for index, position, slot in self._rearranged:
             gradient = self._dense(index, carried[index], sent if slot.direct else dtype)
             if slot.partition.order:
                 gradient = gradient.permute(slot.partition.order)
@@ -367,7 +377,7 @@ class GradientBucket:
                     gradient = scatter_rows(gradient, slot.partition, slot.rows, world_size)
                 else:
                     gradient = in_rows(gradient, slot.partition)
-                packing[hole] = gradient
+                packing[position] = gradient
                 continue
             if gradient.dtype is not sent:
                 flat = arena.empty(gradient.numel(), dtype=sent, device=self._device, taken=taken)
@@ -389,21 +399,21 @@ class GradientBucket:
     def _place(
         self, carried: list[torch.Tensor | None], packing: list[torch.Tensor], dtype: torch.dtype
     ) -> list[tuple[GradientSlot, torch.Tensor]]:
-        """Put gradients that are packed as they come to their holes in ``packing``.
+        """Put gradients that are packed as they come to their positions in ``packing``.
 
         Returns:
             Those that are not of ``dtype``, to be packed over what was put in their place, which may have lost bits:
             casting all to a dtype that has room for each would take a copy of every other.
         """
         others: list[tuple[GradientSlot, torch.Tensor]] = []
-        for index, hole in self._packed_as_they_are:
+        for index, position in self._as_they_come:
             gradient = carried[index]
             if gradient is None or gradient.is_sparse or gradient.dtype is not dtype:
                 gradient = self._dense(index, gradient, dtype)
                 if gradient.dtype is not dtype:
                     others.append((self._carried[index], gradient))
                     gradient = gradient.to(dtype)
-            packing[hole] = gradient
+            packing[position] = gradient
         return others
 
     def _with_region(self, gradients: list[torch.Tensor | None], sent: torch.dtype) -> list[torch.Tensor | None]:
@@ -458,8 +468,8 @@ class GradientBucket:
             (dtype,) = dtypes
             return dtype
         numels: dict[torch.dtype, int] = {self.dtype: 0}
-        for gradient, hole in zip(carried, self._holes, strict=True):
-            if gradient is not None and hole not in (None, -1):
+        for gradient, position in zip(carried, self._positions, strict=True):
+            if gradient is not None and position not in (None, -1):
                 numels[gradient.dtype] = numels.get(gradient.dtype, 0) + gradient.numel()
         return max(numels, key=numels.__getitem__)
 
@@ -540,6 +550,17 @@ class GradientBucket:
         of_compute: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         """Divide by ``divisor``, and bring the result to the dtype and place of the gradients.
+
+        =================================================  ==========================================================
+        the sum has arrived in                             the gradients lie on
+        =================================================  ==========================================================
+        the gradient buffer                                that
+        a temporary of their dtype and place               that, as some ``.grad`` is set already and is added to
+        the memory of a graph, which nobody else holds     the buffer, which takes the memory over
+        memory of a custom collective, or of a graph       the buffer, or a temporary if a ``.grad`` is set: a copy
+        a temporary of another dtype or place              the same: a cast, or a move to the host
+        any, and the gradients have several dtypes         copies that `set_grads` makes, each in its own
+        =================================================  ==========================================================
 
         ``keeps``: to the host instead, where it waits for the last backward. ``arena``: as in `begin`.
 
