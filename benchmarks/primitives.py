@@ -3,7 +3,7 @@
     python -m benchmarks.primitives --ranks 4
     python -m benchmarks.primitives --ranks 32 --forms native,peers --largest 4096     many ranks: less of each
 
-What `fsdp2.features.gloo_p2p` chooses by. Every rank is a process of one thread; repetitions of all forms are
+What `fsdp2.plugs.transports.gloo_p2p` chooses by. Every rank is a process of one thread; repetitions of all forms are
 interleaved.
 Printed for rank 0, per form: CPU milliseconds of all its threads / wall milliseconds, medians.
 """
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from benchmarks.ranks import on_ranks
 from benchmarks.tables import Table
 from fsdp2.core.transport import Native
-from fsdp2.features.gloo_p2p import PeerToPeer
+from fsdp2.plugs.transports.gloo_p2p import PeerToPeer
 
 KIB = 1 << 10
 SIZES = (16 * KIB, 256 * KIB, 1024 * KIB, 4096 * KIB, 16384 * KIB, 65536 * KIB)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.implementations import UNSHARDED, ShardingOptions, available, base_of, build_sharded
 from benchmarks.models import ModelSpec, build_model
-from fsdp2.features import gloo_p2p
+from fsdp2.plugs.transports import gloo_p2p
 
 Step = Callable[[], torch.Tensor]
 """Forward, backward, optimizer and `zero_grad`; returns this rank's loss."""

@@ -21,11 +21,11 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "errors.md"
 
 PASSED_ON: Mapping[tuple[str, str], Sequence[str]] = {
-    ("features/watchdog/verdict.py", "FSDPRuntimeError"): ("judge", "_of_all", "_never_meets"),
-    ("features/watchdog/orders.py", "FSDPRuntimeError"): ("look", "_first_difference"),
-    ("features/watchdog/thread.py", "FSDPRuntimeError"): ("_abandon",),
-    ("features/watchdog/public.py", "FSDPRuntimeError"): ("text",),
-    ("features/gloo_p2p.py", "FSDPRuntimeError"): ("text",),
+    ("plugs/watchdog/verdict.py", "FSDPRuntimeError"): ("judge", "_of_all", "_never_meets"),
+    ("plugs/watchdog/orders.py", "FSDPRuntimeError"): ("look", "_first_difference"),
+    ("plugs/watchdog/thread.py", "FSDPRuntimeError"): ("_abandon",),
+    ("plugs/watchdog/public.py", "FSDPRuntimeError"): ("text",),
+    ("plugs/transports/gloo_p2p.py", "FSDPRuntimeError"): ("text",),
     ("compiled/support.py", "FSDPNotImplementedError"): ("_feature_of_state", "_feature_of_group", "_sharer_outside"),
     ("checkpoint/comparing.py", "CheckpointMismatch"): ("hint_of_names",),
 }

@@ -5,8 +5,9 @@ import fsdp2._versions  # isort: skip  says what is known of the installed torch
 import importlib
 from typing import TYPE_CHECKING
 
-import fsdp2.features
+import fsdp2.model.torch_view
 import fsdp2.optim.torch_clipping
+import fsdp2.plugs
 import fsdp2.ragged.merged_rows
 import fsdp2.tools.log  # noqa: F401  these fill ports of the core
 from fsdp2 import optim
@@ -36,25 +37,25 @@ from fsdp2.core.options import (
 )
 from fsdp2.core.sharding import ShardPlacementResult
 from fsdp2.errors import FSDPError, FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError, FSDPValueError
-from fsdp2.features.accumulation import accumulate
-from fsdp2.features.broadcast_parameters import broadcast_parameters
-from fsdp2.features.divergence import DivergenceReport, divergence_report
-from fsdp2.features.full_parameters import full_parameters
-from fsdp2.features.graphed_step.step import GraphedStep, make_graphed_step
-from fsdp2.features.inference import inference
-from fsdp2.features.owned import Owned, balanced_owners
-from fsdp2.features.pending_gradients import PendingGradient, pending_gradients, synchronize_gradients
-from fsdp2.features.replica_check import compare_parameters
-from fsdp2.features.row_blocks import RowBlocks
-from fsdp2.features.watchdog import flight_record, set_watchdog
 from fsdp2.grouping.config import ShardingConfig
 from fsdp2.grouping.group_choice import GroupChoice, ModuleGroup
 from fsdp2.grouping.offload_budget import cpu_offload_by_budget
 from fsdp2.grouping.sharding import auto_shard, choose_groups
+from fsdp2.model.accumulation import accumulate
+from fsdp2.model.broadcast_parameters import broadcast_parameters
+from fsdp2.model.full_parameters import full_parameters
+from fsdp2.model.graphed_step.step import GraphedStep, make_graphed_step
+from fsdp2.model.inference import inference
+from fsdp2.model.pending_gradients import PendingGradient, pending_gradients, synchronize_gradients
+from fsdp2.model.replica_check import compare_parameters
 from fsdp2.optim.clip_grad import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from fsdp2.optim.grad_scaler import ShardedGradScaler
 from fsdp2.optim.offload import OptimizerStateOffload, offload_optimizer_state
 from fsdp2.optim.owner_step import step_on_owners
+from fsdp2.plugs.parameters.owned import Owned, balanced_owners
+from fsdp2.plugs.parameters.row_blocks import RowBlocks
+from fsdp2.plugs.schedules.divergence import DivergenceReport, divergence_report
+from fsdp2.plugs.watchdog import flight_record, set_watchdog
 from fsdp2.ragged.dtensor import RaggedDTensor
 from fsdp2.ragged.placement import BlockShard, RaggedShard
 from fsdp2.tools.environment import warn_of_unknown

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from fsdp2.features.tensor_extensions import AllGatherInput
+from fsdp2.plugs.parameters.tensor_extensions import AllGatherInput
 
 __all__ = ["AllGatherInput"]

@@ -16,8 +16,8 @@ from fsdp2.core.reduce import GradientReducer
 from fsdp2.core.root import FSDPRoot
 from fsdp2.core.streams import FSDPCommContext, StreamDevice, Wait
 from fsdp2.core.transport import Native
-from fsdp2.features.gloo_p2p import PeerToPeer
-from fsdp2.features.graphed_step.step import GraphedStep
+from fsdp2.model.graphed_step.step import GraphedStep
+from fsdp2.plugs.transports.gloo_p2p import PeerToPeer
 from tests.harness.recording.recorder import RecordingDevice
 
 Fault = Callable[[], AbstractContextManager[Any]]

@@ -158,7 +158,7 @@ JOBS = (
     Job(
         "graphs",
         "Is a captured step right when it is replayed, also after an eager step of another shape?",
-        "Memory of the graph was given to others: `hold` in `features/memory_pool.py`; or `features/graphed_step/`.",
+        "Memory of the graph was given to others: `hold` in `plugs/memory/memory_pool.py`; or `model/graphed_step/`.",
         f"{BATCH} graphs",
         60,
     ),

@@ -1,8 +1,8 @@
 """``python -m extras.mutants trace|run|table``: what the short suite would notice, by planted faults.
 
 - ``trace FOLDER``: runs the whole suite, both parts, and notes which lines each test runs. Needs Python 3.12.
-- ``run FOLDER --number 300 --out FILE``: draws so many faults of `core/`, `optim/` and `features/`, plants them one by
-  one in checkouts of this commit, and runs the tests of the line until one fails: the short suite's first.
+- ``run FOLDER --number 300 --out FILE``: draws so many faults of `core/`, `optim/`, `plugs/` and `model/`, plants them
+  one by one in checkouts of this commit, and runs the tests of the line until one fails: the short suite's first.
 - ``table FILE``: what came of it, as Markdown.
 """
 

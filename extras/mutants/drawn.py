@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-FOLDERS = ("core", "optim", "features")
+FOLDERS = ("core", "optim", "plugs", "model")
 OPPOSITES: dict[type[ast.AST], str] = {
     ast.Lt: "<=",
     ast.LtE: "<",

@@ -15,8 +15,8 @@ from fsdp2.api.installed import install_once
 from fsdp2.core.hooks import STATE
 from fsdp2.core.state import FSDPState, state_of
 from fsdp2.errors import FSDPNotImplementedError
-from fsdp2.features.copies.predecessors import link_copies
-from fsdp2.features.copies.states import complete_copies, rest_for_copy
+from fsdp2.plugs.states.copies.predecessors import link_copies
+from fsdp2.plugs.states.copies.states import complete_copies, rest_for_copy
 
 
 def _state(module: Any) -> FSDPState:

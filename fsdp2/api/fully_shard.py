@@ -48,8 +48,8 @@ from fsdp2.core.state import FSDPState, ShardArguments, Strategy, refuse_own_nam
 from fsdp2.core.structure import module_paths, refuse_container
 from fsdp2.core.trees import refuse_unknown_arguments
 from fsdp2.errors import FSDPTypeError, FSDPValueError
-from fsdp2.features.tensor_extensions import check_extension
-from fsdp2.features.whole_states import take_rows
+from fsdp2.plugs.parameters.tensor_extensions import check_extension
+from fsdp2.plugs.states.whole_states import take_rows
 
 Module = TypeVar("Module", bound=nn.Module)
 

@@ -12,10 +12,11 @@ from fsdp2 import _torch
 from fsdp2.api.logger import forget_logger, prepare_logger
 from fsdp2.api.misuse import explain_errors
 from fsdp2.compiled.frames import begin_graphs_anywhere, begin_graphs_at_calls_only
-from fsdp2.features import asked_gradients, uninitialized, whole_operators, written_views
-from fsdp2.features.watchdog import public as watchdog
 from fsdp2.optim import zeroing
 from fsdp2.optim.guard import GUARD
+from fsdp2.plugs.parameters import uninitialized, whole_operators, written_views
+from fsdp2.plugs.schedules import asked_gradients
+from fsdp2.plugs.watchdog import public as watchdog
 
 _LOCK = threading.Lock()  # ranks may be threads of one process
 _UNDO: list[_torch.Undo] = []

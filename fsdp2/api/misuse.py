@@ -27,7 +27,7 @@ from fsdp2.core.param import FSDPParam, fsdp_param_of
 from fsdp2.core.running import CALLS, frames_from, methods_of
 from fsdp2.core.trees import tensors_in
 from fsdp2.errors import FSDPError, FSDPRuntimeError, FSDPTypeError
-from fsdp2.features.whole_operators import is_ours
+from fsdp2.plugs.parameters.whole_operators import is_ours
 
 _DATA_PARALLEL = nn.parallel.DistributedDataParallel.__init__.__code__.co_filename
 _MIXED = "got mixed torch.Tensor and DTensor"

@@ -45,7 +45,7 @@ from fsdp2.core.state import FSDPState, Strategy, state_of, states_below
 from fsdp2.core.structure import NO_FORWARD
 from fsdp2.core.traits import give_traits, traits_of
 from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPValueError
-from fsdp2.features.custom_collectives import set_in_memory
+from fsdp2.plugs.transports.custom_collectives import set_in_memory
 
 # What the asynchronous methods of `FSDPModule` return, to be waited for.
 

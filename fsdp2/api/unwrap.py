@@ -22,8 +22,8 @@ from fsdp2.core.several_roots import roots_of
 from fsdp2.core.state import FSDPState, forget_state, states_below
 from fsdp2.core.traits import carry_over
 from fsdp2.errors import FSDPError, FSDPNotImplementedError, FSDPRuntimeError, FSDPValueError
-from fsdp2.features.whole_tensors import Former, Part, note_former_sharding, unsharded_like, whole_tensors
 from fsdp2.optim.guard import rekey
+from fsdp2.plugs.parameters.whole_tensors import Former, Part, note_former_sharding, unsharded_like, whole_tensors
 
 Module = TypeVar("Module", bound=nn.Module)
 

@@ -28,7 +28,7 @@ from fsdp2.core.param import FSDPParam, fsdp_param_of, is_subclass
 from fsdp2.core.plan import fingerprint
 from fsdp2.core.state import FSDPState, states_below
 from fsdp2.errors import FSDPError, FSDPNotImplementedError, FSDPRuntimeError
-from fsdp2.features.full_parameters import leave_passes, owner_of
+from fsdp2.model.full_parameters import leave_passes, owner_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -40,7 +40,7 @@ from fsdp2.core.sharding import in_memory_order, in_shape, local_shard, place_ro
 from fsdp2.core.streams import device_for
 from fsdp2.core.transport import transport_of
 from fsdp2.errors import FSDPError, FSDPValueError
-from fsdp2.features.whole_tensors import unsharded_like
+from fsdp2.plugs.parameters.whole_tensors import unsharded_like
 
 _RANK_OR_NONE = Rule(
     "a rank >= 0, or None",

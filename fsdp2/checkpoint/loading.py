@@ -52,7 +52,7 @@ from fsdp2.checkpoint.report import LoadReport
 from fsdp2.checkpoint.rules import ONLY_RULE, OPTIMIZER_RULE, PATH_RULE, RENAME_RULE, VALUES_RULE
 from fsdp2.checkpoint.source import Rename, Source, is_tensor, open_source, saved_groups, split_state
 from fsdp2.core.plan import fingerprint
-from fsdp2.features.broadcast_parameters import GROUP
+from fsdp2.model.broadcast_parameters import GROUP
 
 Only = str | Sequence[str] | Callable[[str], bool] | None
 Verify = Literal["reading", "first", "no"]

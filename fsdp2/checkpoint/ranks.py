@@ -22,8 +22,8 @@ from fsdp2 import _torch
 from fsdp2.checkpoint.errors import CheckpointError
 from fsdp2.core.places import label, raise_if_stopped
 from fsdp2.core.transport import of_backend
-from fsdp2.features.broadcast_parameters import device_that_travels
-from fsdp2.features.watchdog.public import gone_among
+from fsdp2.model.broadcast_parameters import device_that_travels
+from fsdp2.plugs.watchdog.public import gone_among
 
 
 class Ranks(ABC):

@@ -25,7 +25,7 @@ from fsdp2.checkpoint.report import LoadReport
 from fsdp2.checkpoint.rules import COUNT_RULE, OPTIMIZER_RULE, PATH_RULE, VALUES_RULE, is_int
 from fsdp2.checkpoint.saving import Save
 from fsdp2.checkpoint.staging import Staging
-from fsdp2.features.broadcast_parameters import GROUP
+from fsdp2.model.broadcast_parameters import GROUP
 
 _STEP = Rule("an int >= 0", lambda value: is_int(value) and value >= 0, is_int)
 

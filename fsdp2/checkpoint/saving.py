@@ -41,7 +41,7 @@ from fsdp2.checkpoint.ranks import Ranks, ranks_of, who_has
 from fsdp2.checkpoint.rules import OPTIMIZER_RULE, PATH_RULE, STEP_RULE, VALUES_RULE
 from fsdp2.checkpoint.writing import Part, Planner, Writer
 from fsdp2.errors import FSDPError
-from fsdp2.features.broadcast_parameters import GROUP
+from fsdp2.model.broadcast_parameters import GROUP
 
 
 @checked(

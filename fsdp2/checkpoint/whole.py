@@ -41,8 +41,8 @@ from fsdp2.checkpoint.source import Rename, renamed
 from fsdp2.core.layout import PACKED_ALIGNMENT_BYTES, align
 from fsdp2.core.param import is_subclass
 from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError, FSDPValueError
-from fsdp2.features.broadcast_parameters import device_that_travels
-from fsdp2.features.whole_states import refuse_of_another_rank
+from fsdp2.model.broadcast_parameters import device_that_travels
+from fsdp2.plugs.states.whole_states import refuse_of_another_rank
 from fsdp2.ragged.placement import Box
 
 _EVERY_RANK = "every rank"

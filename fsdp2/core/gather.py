@@ -429,7 +429,7 @@ class PostForwardShards(Protocol):
         """Free what rests here, once it has been gathered."""
 
 
-RESTS: Port[Callable[[DataParallelMesh, int], PostForwardShards]] = Port(missing("reshard_to_fewer"))
+RESTS: Port[Callable[[DataParallelMesh, int], PostForwardShards]] = Port(missing("memory.reshard_to_fewer"))
 """Makes it, of the mesh of the group and the number of ranks. Makes process groups: all ranks call."""
 
 
@@ -473,7 +473,7 @@ GATHERS_ITSELF: Port[Callable[[torch.Tensor], bool]] = Port(is_subclass)
 """Whether a tensor gathers itself, or lies in no flat buffer. Not asked of a plain one that has no attributes."""
 
 EXTENSION_GATHER: Port[Callable[[Sequence[FSDPParam], DataParallelMesh, Allocate | None], ExtensionGather]] = Port(
-    missing("tensor_extensions")
+    missing("parameters.tensor_extensions")
 )
 """Makes the gather of such parameters."""
 

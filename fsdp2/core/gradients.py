@@ -147,7 +147,7 @@ class Accumulation:
         """Nothing waits any more."""
 
 
-ACCUMULATION: Port[Callable[[Offloading, torch.dtype], Accumulation]] = Port(missing("host_accumulation"))
+ACCUMULATION: Port[Callable[[Offloading, torch.dtype], Accumulation]] = Port(missing("memory.host_accumulation"))
 """Makes one that waits in host memory."""
 
 

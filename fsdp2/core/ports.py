@@ -35,6 +35,6 @@ def missing(feature: str) -> Callable[..., Any]:
     """What fills a port whose use makes no sense without the ``feature``, a module: it refuses."""
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise FSDPNotImplementedError(f"this needs fsdp2.features.{feature}, which is not part of this installation.")
+        raise FSDPNotImplementedError(f"this needs fsdp2.plugs.{feature}, which is not part of this installation.")
 
     return refuse

@@ -277,5 +277,5 @@ class JoiningSchedule(Schedule):
         raise NotImplementedError
 
 
-JOINING: Port[Callable[[Any], JoiningSchedule]] = Port(missing("divergence"))
+JOINING: Port[Callable[[Any], JoiningSchedule]] = Port(missing("schedules.divergence"))
 """Makes one, of a root."""

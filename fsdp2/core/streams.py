@@ -293,7 +293,7 @@ class PendingReduce(CommHandle):
         self.steps = iter(())  # the frame of the other steps refers to this, so they would live on
 
 
-POOL: Port[Callable[[], Arena]] = Port(missing("memory_pool"))
+POOL: Port[Callable[[], Arena]] = Port(missing("memory.memory_pool"))
 """Makes what keeps memory from use to use."""
 
 

@@ -1,8 +1,8 @@
 """How the ranks of one process group exchange the members of a plan: one `Transport`, bound when a group is prepared.
 
-A backend that has a form of its own is one class in one file, which names itself in `OF_BACKENDS`: the example is
-`features/gloo_p2p.py`. (A process group that is written in Python has no name there.) ``FSDP2_COMM=native`` in the
-environment of every rank selects torch.distributed's own collectives everywhere, in a world of one rank too.
+A backend that has a form of its own is one class in one file, which names itself in `OF_BACKENDS`, as
+`plugs/transports/gloo_p2p.py` does. A process group that is written in Python has no name there. ``FSDP2_COMM=native``
+in the environment of every rank selects torch.distributed's own collectives everywhere, in a world of one rank too.
 
 All methods must be called by all ranks of the process group, in the same order, with members of the same sizes. Works
 are added to ``works`` as they are issued; where it is None, everything runs on the current stream.

@@ -25,9 +25,9 @@ from fsdp2.core.options import DataParallelMeshDims, MixedPrecisionPolicy
 from fsdp2.core.sharding import RowPlacement
 from fsdp2.core.state import Strategy
 from fsdp2.errors import FSDPTypeError, FSDPValueError
-from fsdp2.features.owned import Owned
-from fsdp2.features.row_blocks import RowBlocks
 from fsdp2.grouping import config_text, config_values
+from fsdp2.plugs.parameters.owned import Owned
+from fsdp2.plugs.parameters.row_blocks import RowBlocks
 from fsdp2.ragged.placement import is_block_shard, own_block_shard
 
 MAX_BYTES = 2**30

@@ -18,9 +18,9 @@ from fsdp2.arguments import nearest, shown
 from fsdp2.core.options import DataParallelMeshDims, MixedPrecisionPolicy
 from fsdp2.core.sharding import RowPlacement
 from fsdp2.errors import FSDPTypeError, FSDPValueError
-from fsdp2.features.owned import Owned
-from fsdp2.features.row_blocks import RowBlocks
 from fsdp2.grouping.config_text import Place
+from fsdp2.plugs.parameters.owned import Owned
+from fsdp2.plugs.parameters.row_blocks import RowBlocks
 from fsdp2.ragged.placement import BlockShard
 
 _DTYPES = {

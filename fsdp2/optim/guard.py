@@ -35,11 +35,11 @@ from fsdp2.core.param import FSDPParam, WriteCounter, fsdp_param_of, is_orphan_c
 from fsdp2.core.plan import Waiting
 from fsdp2.core.reduce import GradientReducer
 from fsdp2.errors import FSDPRuntimeError
-from fsdp2.features.whole_tensors import former_of
 from fsdp2.optim.offload import offload_as_policies_ask
 from fsdp2.optim.ordinary import Ordinary, ordinary_of
 from fsdp2.optim.outside import refuse_outside
 from fsdp2.optim.step_targets import is_counter
+from fsdp2.plugs.parameters.whole_tensors import former_of
 
 LOG = logging.getLogger("fsdp2")
 

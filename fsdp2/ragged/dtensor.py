@@ -19,7 +19,7 @@ from fsdp2 import _torch
 from fsdp2.arguments import checked
 from fsdp2.core.sharding import CLASSES, OF_ROWS, Partition, contiguous_stride
 from fsdp2.errors import FSDPValueError
-from fsdp2.features.whole_operators import chunk_of
+from fsdp2.plugs.parameters.whole_operators import chunk_of
 from fsdp2.ragged import operators
 from fsdp2.ragged.placement import BlockShard, Box, RaggedShard, RowsPlacement
 

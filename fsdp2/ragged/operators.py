@@ -18,7 +18,7 @@ from fsdp2 import _torch
 from fsdp2.core.sharding import contiguous_stride, reduction_groups_of
 from fsdp2.core.trees import tensors_in
 from fsdp2.errors import FSDPNotImplementedError, FSDPValueError
-from fsdp2.features.whole_operators import run_on_whole
+from fsdp2.plugs.parameters.whole_operators import run_on_whole
 
 _LOCAL = frozenset(
     {

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp2 import FSDPRuntimeError, MixedPrecisionPolicy, fully_shard, inference
 from fsdp2.compiled import exchanges
 from fsdp2.compiled.exchanges import GroupExchanges
-from fsdp2.features.gloo_p2p import PeerToPeer
+from fsdp2.plugs.transports.gloo_p2p import PeerToPeer
 from tests.compiled.helpers.models import (
     WIDTH,
     batch,

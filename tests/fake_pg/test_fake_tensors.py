@@ -23,7 +23,7 @@ import fsdp2.core.agreement
 import fsdp2.core.gradients
 import fsdp2.core.mesh
 import fsdp2.core.state
-import fsdp2.features.whole_states
+import fsdp2.plugs.states.whole_states
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, clip_grad_norm_, fully_shard
 from fsdp2.core.sharding import dtensor_like
 from fsdp2.core.streams import HostDevice
@@ -136,7 +136,7 @@ def move(model: nn.Module) -> None:
 
 def assign(model: nn.Module) -> None:
     states = {name: dtensor_like(each, each.to_local().to("cuda")) for name, each in model.state_dict().items()}
-    with mock.patch.object(fsdp2.features.whole_states, "refuse_of_another_rank", lambda *arguments: None):  # reads
+    with mock.patch.object(fsdp2.plugs.states.whole_states, "refuse_of_another_rank", lambda *arguments: None):  # reads
         model.load_state_dict(states, assign=True)
 
 

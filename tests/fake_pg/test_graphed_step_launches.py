@@ -21,7 +21,7 @@ from fsdp2 import (
     FSDPValueError,
     fully_shard,
 )
-from fsdp2.features.graphed_step.recording import OF_DEVICES
+from fsdp2.model.graphed_step.recording import OF_DEVICES
 from tests.harness.fake import fake_world
 from tests.harness.internals import groups_of
 from tests.harness.recording.graphs import RehearsedGraph, RepeatedStep, graphs

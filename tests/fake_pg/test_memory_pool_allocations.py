@@ -17,7 +17,7 @@ from benchmarks.memory import measure_step_memory
 from benchmarks.models import LARGE_PARAMETERS
 from benchmarks.step import Trainer
 from fsdp2 import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError, MixedPrecisionPolicy, fully_shard
-from fsdp2.features.memory_pool import SLACK, MemoryPool
+from fsdp2.plugs.memory.memory_pool import SLACK, MemoryPool
 from tests.harness import fake_world
 from tests.harness.happens_before import EventRecord, Operation, StreamWait
 from tests.harness.internals import allocated_bytes, groups_of, unsharded_bytes

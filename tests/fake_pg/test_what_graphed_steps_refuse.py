@@ -18,8 +18,8 @@ from torch import Tensor, nn
 import fsdp2
 from fsdp2 import FSDPRuntimeError, FSDPValueError, _torch, fully_shard
 from fsdp2.core.param import fsdp_param_of
-from fsdp2.features.graphed_step import step
-from fsdp2.features.graphed_step.fixed import Fixed
+from fsdp2.model.graphed_step import step
+from fsdp2.model.graphed_step.fixed import Fixed
 from tests.harness.fake import fake_world
 from tests.harness.recording.graphs import RehearsedGraph, RepeatedStep, graphs
 from tests.harness.recording.recorder import recording

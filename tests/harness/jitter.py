@@ -24,8 +24,8 @@ import fsdp2.core.state
 from fsdp2 import _torch
 from fsdp2.core.buffers import ALLOCATOR, Arena, Resizable
 from fsdp2.core.streams import Device, device_for
-from fsdp2.features import gloo_p2p
-from fsdp2.features.gloo_p2p import Exchange, _peers
+from fsdp2.plugs.transports import gloo_p2p
+from fsdp2.plugs.transports.gloo_p2p import Exchange, _peers
 
 LONGEST_SECONDS = 0.004
 """A message waits for up to this long: longer than a small block computes."""

@@ -49,34 +49,34 @@ def feature_modules() -> list[str]:
         if path is not None and each not in called:
             called.add(each)
             waiting += [name.removeprefix("fsdp2.").replace(".", "/") for name in _names(path)]
-    folder = PACKAGE / "features"
-    files = [each.stem for each in folder.glob("*.py") if each.stem != "__init__"]
-    every = {*files, *(each.name for each in folder.iterdir() if (each / "__init__.py").exists())}
-    return sorted(every - {each.split("/")[1] for each in called if each.startswith("features/")})
+    folders = [PACKAGE / "model", *(each for each in (PACKAGE / "plugs").iterdir() if each.is_dir())]
+    files = [each for folder in folders for each in folder.glob("*.py") if each.stem != "__init__"]
+    every = {each.relative_to(PACKAGE).with_suffix("").as_posix() for each in files}
+    return sorted(each.replace("/", ".") for each in every - called)
 
 
 def remove(feature: str, package: Path) -> set[str]:
     """Take ``feature`` out of ``package``, and what outside of the core imports it; the names of what is gone."""
-    gone = {f"fsdp2.features.{feature}"}
+    gone = {f"fsdp2.{feature}"}
+    faces = [package / "__init__.py", package / "plugs" / "__init__.py"]
     while True:
         beside = [each for each in package.rglob("*.py") if each.relative_to(package).parts[0] != "core"]
-        needing = [each for each in beside if each.parent != package and _needs(each, gone)]
-        own = package / "features" / feature
-        shutil.rmtree(own, ignore_errors=True)
-        own.with_suffix(".py").unlink(missing_ok=True)
+        needing = [each for each in beside if each.parent != package and each not in faces and _needs(each, gone)]
+        (package / feature.replace(".", "/")).with_suffix(".py").unlink(missing_ok=True)
         for each in needing:
             each.unlink(missing_ok=True)
             gone.add("fsdp2." + ".".join(each.relative_to(package).with_suffix("").parts).removesuffix(".__init__"))
         if not needing:
             break
-    face = package / "__init__.py"
-    tree = ast.parse(face.read_text())
-    kept = [each for each in tree.body if not any(name in gone for name in _imported(each)[:1])]
-    lost = {each.asname or each.name for node in tree.body if node not in kept for each in getattr(node, "names", [])}
-    for node in kept:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.List):
-            node.value.elts = [each for each in node.value.elts if ast.literal_eval(each) not in lost]
-    face.write_text(ast.unparse(ast.Module(kept, [])))
+    for face in faces:
+        tree = ast.parse(face.read_text())
+        kept = [each for each in tree.body if not any(name in gone for name in _imported(each)[:1])]
+        removed = [each for each in tree.body if each not in kept]
+        lost = {each.asname or each.name for node in removed for each in getattr(node, "names", [])}
+        for node in kept:
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.List):
+                node.value.elts = [each for each in node.value.elts if ast.literal_eval(each) not in lost]
+        face.write_text(ast.unparse(ast.Module(kept, [])))
     return gone
 
 

@@ -15,7 +15,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Files at the top that know nothing of sharding, and then the folders. Each may import those before it; the first
 # folder, the core, has none before it.
 BASE = ("errors", "_remedies", "arguments", "_torch_names", "_torch", "_torch_compiler", "_versions")
-ORDER = ("core", "features", "ragged", "compiled", "optim", "api", "grouping", "checkpoint", "tools")
+ORDER = ("core", "plugs", "ragged", "compiled", "optim", "api", "model", "grouping", "checkpoint", "tools")
 # The package's face, the names of before, and the command line, which may import everything but `compat`.
 FACES = ("__init__", "__main__", "_moved", "experimental")
 # The commands start all that there is, `compat` too.

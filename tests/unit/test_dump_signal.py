@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fsdp2.features.watchdog.signals import listen, was_asked
+from fsdp2.plugs.watchdog.signals import listen, was_asked
 
 FIRST, SECOND = signal.SIGUSR1, signal.SIGUSR2
 

@@ -12,8 +12,8 @@ from torch import nn
 import fsdp2
 import fsdp2.checkpoint
 from extras.errors import PAGE, PASSED_ON, Message, messages, page, sites
-from fsdp2.features.watchdog.states import Begun, LineState, State, WaitingRank
-from fsdp2.features.watchdog.verdict import Silence, judge
+from fsdp2.plugs.watchdog.states import Begun, LineState, State, WaitingRank
+from fsdp2.plugs.watchdog.verdict import Silence, judge
 
 PASS_ON = {
     "checkpoint/held.py": "the class and text of another rank's error",
@@ -21,8 +21,8 @@ PASS_ON = {
     "compiled/entry.py": "a reason of compiled/support.py",
     "compiled/tracing.py": "the same",
     "core/places.py": "what the watchdog has found",
-    "features/gloo_p2p.py": "the text of Lost",
-    "features/torch_view.py": "a name that there is not, to hasattr",
+    "plugs/transports/gloo_p2p.py": "the text of Lost",
+    "model/torch_view.py": "a name that there is not, to hasattr",
     "grouping/config.py": "an error with its place in a file before it",
     "grouping/config_values.py": "the same",
 }
@@ -91,7 +91,7 @@ def test_what_the_watchdog_says_is_found() -> None:
 
     for other in (waits(1, "another gather"), waits(1, "a gather"), Silence.GONE):
         verdict = judge(0, {0: waits(0, "a gather"), 1: other})
-        rows = [row for row in found(verdict.text) if row.where == "features/watchdog/verdict.py"]
+        rows = [row for row in found(verdict.text) if row.where == "plugs/watchdog/verdict.py"]
         assert rows or not verdict.raises, verdict.text
         assert "call join_step()" in verdict.text or "and join_step()" in verdict.text or not verdict.raises
 

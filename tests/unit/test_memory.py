@@ -9,7 +9,7 @@ import torch
 
 from fsdp2 import _torch
 from fsdp2.core.buffers import Resizable
-from fsdp2.features.memory_pool import SLACK, MemoryPool
+from fsdp2.plugs.memory.memory_pool import SLACK, MemoryPool
 
 pytestmark = pytest.mark.skipif(not _torch.can_swap_memory, reason="torch moves memory between storages from 2.13 on")
 HOST = torch.device("cpu")

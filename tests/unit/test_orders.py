@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import doctest
 
-import fsdp2.features.watchdog.orders as orders
+import fsdp2.plugs.watchdog.orders as orders
 from fsdp2.core.places import Order, label
-from fsdp2.features.watchdog.orders import Published, difference
+from fsdp2.plugs.watchdog.orders import Published, difference
 
 A, B, A_OF_OTHER_SIZES = label("the gather of 'a'", "1"), label("the gather of 'b'"), label("the gather of 'a'", "2")
 

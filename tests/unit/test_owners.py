@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2 import FSDPTypeError, FSDPValueError, Owned, balanced_owners
-from fsdp2.features.owned import assign_ranks, newton_schulz_flops
+from fsdp2.plugs.parameters.owned import assign_ranks, newton_schulz_flops
 from tests.harness import fake_world
 from tests.unit.helpers import for_each
 

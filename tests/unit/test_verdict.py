@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fsdp2.core.places import label
-from fsdp2.features.gloo_p2p import tag_of
-from fsdp2.features.watchdog.release import first_number
-from fsdp2.features.watchdog.states import COLLECTIVE, Begun, LineState, State, WaitingRank
-from fsdp2.features.watchdog.verdict import Silence, judge
+from fsdp2.plugs.transports.gloo_p2p import tag_of
+from fsdp2.plugs.watchdog.release import first_number
+from fsdp2.plugs.watchdog.states import COLLECTIVE, Begun, LineState, State, WaitingRank
+from fsdp2.plugs.watchdog.verdict import Silence, judge
 from tests.unit.helpers import for_each
 
 WORLD = (0, 1, 2)

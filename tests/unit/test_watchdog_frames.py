@@ -15,9 +15,9 @@ import pytest
 
 from fsdp2 import _torch
 from fsdp2.core.places import PLACE
-from fsdp2.features.watchdog import thread
-from fsdp2.features.watchdog.thread import Watchdog
-from fsdp2.features.watchdog.verdict import Silence
+from fsdp2.plugs.watchdog import thread
+from fsdp2.plugs.watchdog.thread import Watchdog
+from fsdp2.plugs.watchdog.verdict import Silence
 
 
 def reductions() -> Iterator[FrameType]:

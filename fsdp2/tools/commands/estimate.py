@@ -11,8 +11,8 @@ from torch import nn
 
 from fsdp2.arguments import nearest
 from fsdp2.errors import FSDPValueError
-from fsdp2.features.accumulation import Kept
 from fsdp2.grouping.config import ShardingConfig, default_of
+from fsdp2.model.accumulation import Kept
 from fsdp2.tools.commands.models import BATCH_HELP, look_up, make_batch
 from fsdp2.tools.commands.parsing import Parser, add_json
 from fsdp2.tools.commands.sharding import add_mesh, add_sharding, add_target, config_of, mesh_of, shard

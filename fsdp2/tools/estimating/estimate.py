@@ -13,7 +13,7 @@ from fsdp2.arguments import ANYTHING, checked
 from fsdp2.core.options import MixedPrecisionPolicy
 from fsdp2.core.state import Strategy
 from fsdp2.errors import FSDPTypeError
-from fsdp2.features.accumulation import Kept
+from fsdp2.model.accumulation import Kept
 from fsdp2.tools.estimating.hardware import Hardware, fitting, hardware_of
 from fsdp2.tools.estimating.memory import Peak, Phase, Use
 from fsdp2.tools.estimating.rank import Observation, observe

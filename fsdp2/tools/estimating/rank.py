@@ -21,7 +21,7 @@ from fsdp2.core.several_roots import roots_of
 from fsdp2.core.state import states_below
 from fsdp2.core.streams import FSDPCommContext
 from fsdp2.errors import FSDPRuntimeError, FSDPValueError
-from fsdp2.features.accumulation import accumulate
+from fsdp2.model.accumulation import accumulate
 from fsdp2.tools.estimating.memory import MemoryLog, Phase, Use, resizes_seen
 from fsdp2.tools.estimating.observing import Observer
 from fsdp2.tools.estimating.refused import refused_batch

@@ -15,7 +15,7 @@ from fsdp2.api.policies import OffloadChoice, offload_choice
 from fsdp2.core.options import MixedPrecisionPolicy
 from fsdp2.core.state import Strategy
 from fsdp2.errors import FSDPTypeError, FSDPValueError
-from fsdp2.features.accumulation import Kept
+from fsdp2.model.accumulation import Kept
 from fsdp2.tools.estimating.hardware import Hardware
 
 MakeModel = Callable[[], nn.Module]

@@ -13,7 +13,7 @@ from torch import nn
 from fsdp2.api.policies import CPUOffloadPolicy
 from fsdp2.arguments import ANYTHING, checked
 from fsdp2.core.options import MixedPrecisionPolicy
-from fsdp2.features.accumulation import Kept
+from fsdp2.model.accumulation import Kept
 from fsdp2.tools.estimating.estimate import DEFAULT_HARDWARE, answer, request_of
 from fsdp2.tools.estimating.hardware import Hardware
 from fsdp2.tools.estimating.request import CHECKPOINTING, MakeModel, MakeOptimizer, Request

@@ -20,7 +20,7 @@ from fsdp2.core.state import FSDPState, state_of, states_below
 from fsdp2.core.structure import module_paths
 from fsdp2.core.transport import is_alone, transport_of
 from fsdp2.errors import FSDPRuntimeError, FSDPTypeError, FSDPValueError
-from fsdp2.features.reshard_to_fewer import layout_over
+from fsdp2.plugs.memory.reshard_to_fewer import layout_over
 from fsdp2.tools.facts.data import (
     BufferFacts,
     ExchangeFacts,

@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 
-from fsdp2.features.graphed_step import recording
+from fsdp2.model.graphed_step import recording
 from tests.harness.happens_before import HOST, Allocation, EventRecord, Operation, Release, StreamWait, TraceEvent
 from tests.harness.recording.recorder import COMPUTE, Recorder
 

@@ -40,7 +40,7 @@ import fsdp2.core.state
 import fsdp2.core.streams
 import fsdp2.optim.offload
 from fsdp2.core.gradients import PACKING
-from fsdp2.features.packing import chunks_on_device
+from fsdp2.plugs.memory.packing import chunks_on_device
 from tests.harness.happens_before import (
     HOST,
     Access,

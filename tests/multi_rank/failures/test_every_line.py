@@ -28,9 +28,10 @@ PACKAGE = str(Path(fsdp2.__file__).parent)
 FILES = {
     str(Path(PACKAGE, name))
     for name in (
-        *(f"core/{name}.py" for name in ("buffers", "gather", "gradients", "group", "hooks", "reduce", "root")),
-        *(f"core/{name}.py" for name in ("schedule", "state", "streams", "transport")),
-        *(f"features/{name}.py" for name in ("gloo_p2p", "packing")),
+        *(f"core/{name}.py" for name in ("backward", "buffers", "gather", "gradients", "group", "prefetch", "reduce")),
+        *(f"core/{name}.py" for name in ("root", "schedule", "state", "streams", "transport")),
+        "plugs/transports/gloo_p2p.py",
+        "plugs/memory/packing.py",
     )
 }
 Line = tuple[str, int, int]

@@ -24,7 +24,7 @@ from fsdp2.core.buffers import Resizable
 from fsdp2.core.root import FSDPRoot
 from fsdp2.core.state import states_below
 from fsdp2.core.streams import PendingReduce
-from fsdp2.features.gloo_p2p import PeerToPeer, _Sum
+from fsdp2.plugs.transports.gloo_p2p import PeerToPeer, _Sum
 from tests.harness import multi_rank
 from tests.harness.compare import SUM_ORDER, parameters_of
 from tests.harness.reference import Reference, adamw
@@ -339,7 +339,10 @@ def test_a_gather_fails_while_gradients_are_on_their_way(world_size: int) -> Non
     model.set_is_last_backward(False)
     model.set_requires_all_reduce(False)
     loss_of(model, 1).backward()
-    with failing_call("fsdp2.features.gloo_p2p.PeerToPeer.all_gather", 0), pytest.raises(torch.OutOfMemoryError):
+    with (
+        failing_call("fsdp2.plugs.transports.gloo_p2p.PeerToPeer.all_gather", 0),
+        pytest.raises(torch.OutOfMemoryError),
+    ):
         loss_of(model, 2)
     model.set_is_last_backward(True)
     model.set_requires_all_reduce(True)
@@ -632,7 +635,10 @@ def test_a_gather_fails_between_a_forward_and_its_backward(forward_between: bool
     model.zero_grad()
     losses = [model(tokens)]
     call = ["embedding", "layer"].index(unit)
-    with failing_call("fsdp2.features.gloo_p2p.PeerToPeer.all_gather", call), pytest.raises(torch.OutOfMemoryError):
+    with (
+        failing_call("fsdp2.plugs.transports.gloo_p2p.PeerToPeer.all_gather", call),
+        pytest.raises(torch.OutOfMemoryError),
+    ):
         model(tokens)
     if forward_between:
         losses.append(model(tokens))

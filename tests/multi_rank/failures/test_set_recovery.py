@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp2 import FSDPNotImplementedError, FSDPRuntimeError, FSDPValueError, set_watchdog
-from fsdp2.features import gloo_p2p
+from fsdp2.plugs.transports import gloo_p2p
 from tests.harness import multi_rank
 from tests.harness.compare import SUM_ORDER
 from tests.harness.reference import Reference, adamw

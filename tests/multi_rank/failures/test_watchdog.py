@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fsdp2 import FSDPRuntimeError, flight_record, fully_shard, set_watchdog
 from fsdp2.core.transport import NATIVE, VARIABLE
-from fsdp2.features.watchdog.thread import Watchdog
+from fsdp2.plugs.watchdog.thread import Watchdog
 from tests.harness import multi_rank
 from tests.harness.compare import SUM_ORDER, assert_sharded_same, gradients_of
 from tests.harness.shared.ways import WAYS

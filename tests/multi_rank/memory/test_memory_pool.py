@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2.core import transport
-from fsdp2.features.memory_pool import MemoryPool
+from fsdp2.plugs.memory.memory_pool import MemoryPool
 from tests.harness import Accumulation, Reference, adamw, multi_rank
 from tests.harness.compare import SUM_ORDER, Tolerance, assert_same, tolerance_for
 from tests.harness.internals import groups_of

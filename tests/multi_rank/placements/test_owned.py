@@ -233,7 +233,7 @@ def test_unwrapped_and_wrapped_again(world_size: int) -> None:
     assert_sharded_same("whole", parameters_of(model), parameters_of(reference.model), tolerance=tolerance)
     mesh = init_device_mesh("cpu", (world_size,))
     for unit in NET.units(model):
-        fully_shard(unit, mesh=mesh, shard_placement_fn=fsdp2.features.owned.noted_owner)
+        fully_shard(unit, mesh=mesh, shard_placement_fn=fsdp2.plugs.parameters.owned.noted_owner)
     assert fsdp_param_of(model.blocks[0].up.weight) is not None, "what balanced_owners noted is still there"
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, Owned, fully_shard
-from fsdp2.features import gloo_p2p
+from fsdp2.plugs.transports import gloo_p2p
 from tests.harness import multi_rank
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

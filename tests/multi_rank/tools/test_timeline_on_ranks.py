@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
 from fsdp2 import FSDPRuntimeError, fully_shard
-from fsdp2.features import gloo_p2p
+from fsdp2.plugs.transports import gloo_p2p
 from fsdp2.tools.observing.taps import Tap
 from tests.harness import multi_rank
 from tests.harness.internals import groups_of

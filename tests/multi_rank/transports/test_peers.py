@@ -21,7 +21,7 @@ from torch import nn
 
 from fsdp2 import FSDPRuntimeError, FSDPValueError, fully_shard
 from fsdp2.core.transport import VARIABLE, Alone, Native, transport_of
-from fsdp2.features import gloo_p2p as peers
+from fsdp2.plugs.transports import gloo_p2p as peers
 from tests.harness import multi_rank
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

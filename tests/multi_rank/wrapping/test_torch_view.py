@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 from fsdp2 import FSDPMeshInfo, HSDPMeshInfo, MixedPrecisionPolicy, fully_shard, unwrap
-from fsdp2.features.torch_view import TrainingState
+from fsdp2.model.torch_view import TrainingState
 from tests.harness import Accumulation, FakeWorlds, Reference, adamw, assert_trains_like, multi_rank, tolerance_for
 from tests.harness.models import UNEVEN_MLP
 

@@ -21,7 +21,7 @@ from fsdp2.core.gather import Gather, Source
 from fsdp2.core.layout import DIRECT_ALIGNMENT_BYTES, BufferLayout
 from fsdp2.core.sharding import Partition
 from fsdp2.core.transport import Alone
-from fsdp2.features.reshard_to_fewer import layout_over
+from fsdp2.plugs.memory.reshard_to_fewer import layout_over
 from tests.harness import fake_world
 from tests.harness.counting import Kernels
 from tests.harness.internals import allocated_bytes, groups_of, shard_buffers, unsharded_bytes

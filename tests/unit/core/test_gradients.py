@@ -16,8 +16,8 @@ from fsdp2.core.buffers import view_as_wider_dtype
 from fsdp2.core.gradients import PACKING, GradientBucket, PackedGradients
 from fsdp2.core.layout import GradientLayout
 from fsdp2.core.sharding import Partition
-from fsdp2.features import packing
-from fsdp2.features.packing import packing_for
+from fsdp2.plugs.memory import packing
+from fsdp2.plugs.memory.packing import packing_for
 from tests.harness import fake_world
 from tests.harness.counting import Kernels
 from tests.harness.internals import groups_of

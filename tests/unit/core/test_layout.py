@@ -19,7 +19,7 @@ from fsdp2.core.layout import (
     padded_row,
 )
 from fsdp2.core.sharding import Partition, ceil_div, memory_order, scatter_rows
-from fsdp2.features.reshard_to_fewer import layout_over
+from fsdp2.plugs.memory.reshard_to_fewer import layout_over
 from tests.unit.helpers import for_each
 
 

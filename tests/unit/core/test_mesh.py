@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fsdp2 import DDPMeshInfo, FSDPMeshInfo, FSDPTypeError, FSDPValueError, HSDPMeshInfo
 from fsdp2.core.mesh import DataParallelMesh, DataParallelMeshInfo, mesh_info
 from fsdp2.core.options import DataParallelMeshDims
-from fsdp2.features.reshard_to_fewer import smaller_mesh
+from fsdp2.plugs.memory.reshard_to_fewer import smaller_mesh
 from tests.harness import fake_world
 from tests.unit.helpers import for_each
 

@@ -12,7 +12,7 @@ from fsdp2.core.gather import Gather
 from fsdp2.core.layout import DIRECT_ALIGNMENT_BYTES, BufferLayout, GradientLayout, Region, padded_row
 from fsdp2.core.plan import GatherPlan, GroupPlan, ParamPlan
 from fsdp2.core.sharding import Partition
-from fsdp2.features.reshard_to_fewer import layout_over
+from fsdp2.plugs.memory.reshard_to_fewer import layout_over
 from tests.unit.core.helpers import CPU, FULL, HALF, FreshMemory, exchange, sources_of
 from tests.unit.helpers import for_each
 

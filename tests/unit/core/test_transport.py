@@ -16,7 +16,7 @@ from fsdp2 import FSDPValueError, _torch
 from fsdp2.core.plan import Scaling
 from fsdp2.core.reduce import _launches, _Sent
 from fsdp2.core.transport import VARIABLE, Alone, Custom, Native, Transport, transport_of
-from fsdp2.features.gloo_p2p import MAX_PEERS, PeerToPeer
+from fsdp2.plugs.transports.gloo_p2p import MAX_PEERS, PeerToPeer
 from tests.harness import fake_world
 from tests.harness.counting import Collectives
 

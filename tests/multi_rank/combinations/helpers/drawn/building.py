@@ -25,7 +25,7 @@ from fsdp2 import (
     balanced_owners,
     fully_shard,
 )
-from fsdp2.features.owned import noted_owner
+from fsdp2.plugs.parameters.owned import noted_owner
 from tests.multi_rank.combinations.helpers.drawn.model import OWN, Drawn
 from tests.multi_rank.combinations.helpers.drawn.programs import Program, UnitDraw
 

@@ -1,5 +1,5 @@
 """A watchdog: ranks that can never meet raise, with the names of both, instead of waiting for ever."""
 
-from fsdp2.features.watchdog.public import flight_record, set_watchdog
+from fsdp2.plugs.watchdog.public import flight_record, set_watchdog
 
 __all__ = ["flight_record", "set_watchdog"]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from fsdp2._remedies import RUN_ALIKE
 from fsdp2.core.places import ORDERS, Order, label_of_bits
-from fsdp2.features.watchdog.release import is_live, key_of
+from fsdp2.plugs.watchdog.release import is_live, key_of
 
 REMEDY = (
     f"{RUN_ALIKE} These collectives carry no name, so what the modules hold, and the steps since, may be wrong: end "

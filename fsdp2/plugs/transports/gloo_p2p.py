@@ -9,7 +9,7 @@ gradients (``python -m benchmarks.primitives``).
 Every exchange over a process group has the next number, and its tag is a hash of 30 bits of that and of the `Label` of
 what it is of. Ranks issue the same exchanges in the same order; where they do not, tags differ, so that no rank ever
 takes another's parameters or gradients for its own, whatever their sizes: it waits, and a watchdog finds out why
-(`features/watchdog/`). An exchange that an exception has abandoned (nobody waits for it) must not be forgotten while
+(`plugs/watchdog/`). An exchange that an exception has abandoned (nobody waits for it) must not be forgotten while
 messages are under way into its buffers: it is kept until a later one over the same group is done, for messages between
 two ranks arrive in order.
 
@@ -37,7 +37,7 @@ from fsdp2.core.gather import Transfer
 from fsdp2.core.places import PLACE, RECORDED, UNNAMED, Label, Record, raise_stopped
 from fsdp2.core.transport import OF_BACKENDS, Native, Works
 from fsdp2.errors import FSDPRuntimeError
-from fsdp2.features import announce
+from fsdp2.plugs.transports import announce
 
 _FIRST_TAG = 1 << 30
 _MIXED = 2_654_435_761
@@ -194,7 +194,7 @@ class Exchange:
 
 
 class Lost:
-    """What is said of a message that failed, and done before the next ones; `features/watchdog/` knows more."""
+    """What is said of a message that failed, and done before the next ones; `plugs/watchdog/` knows more."""
 
     def text(self, exchange: Exchange, failure: Exception) -> str:
         """For an exchange that failed so."""

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from fsdp2 import _torch
 from fsdp2.core.mesh import SHARDED
 from fsdp2.core.trees import map_tensors, tensors_in
-from fsdp2.features.whole_operators import chunk_of, is_ours
+from fsdp2.plugs.parameters.whole_operators import chunk_of, is_ours
 
 _aten: Any = torch.ops.aten
 

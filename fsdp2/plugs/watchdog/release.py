@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from fsdp2 import _torch
 from fsdp2.core.places import ORDERS, PLACE
-from fsdp2.features.gloo_p2p import LINES, Exchange, tag_of
+from fsdp2.plugs.transports.gloo_p2p import LINES, Exchange, tag_of
 
 _TELLS_SECONDS = 3.0
 """For so long a rank may need to say what a verdict is."""

@@ -19,13 +19,13 @@ from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.places import FAILED, PLACE, RECORDED, RESTARTED
 from fsdp2.core.transport import among, is_alone
 from fsdp2.errors import FSDPNotImplementedError
-from fsdp2.features import gloo_p2p
-from fsdp2.features.gloo_p2p import LINES, Exchange, Lost
-from fsdp2.features.watchdog.orders import orders_of_live_groups
-from fsdp2.features.watchdog.release import key_of, live_groups
-from fsdp2.features.watchdog.signals import listen
-from fsdp2.features.watchdog.states import Begun
-from fsdp2.features.watchdog.thread import LOG, Watchdog, told
+from fsdp2.plugs.transports import gloo_p2p
+from fsdp2.plugs.transports.gloo_p2p import LINES, Exchange, Lost
+from fsdp2.plugs.watchdog.orders import orders_of_live_groups
+from fsdp2.plugs.watchdog.release import key_of, live_groups
+from fsdp2.plugs.watchdog.signals import listen
+from fsdp2.plugs.watchdog.states import Begun
+from fsdp2.plugs.watchdog.thread import LOG, Watchdog, told
 
 
 class _Chosen:

@@ -17,7 +17,7 @@ from fsdp2.core.mesh import DataParallelMesh
 from fsdp2.core.param import is_subclass
 from fsdp2.core.root import ON_TRAINING, FSDPRoot
 from fsdp2.errors import FSDPRuntimeError
-from fsdp2.features.broadcast_parameters import GROUP, device_that_travels, group_of, plain_tensors
+from fsdp2.model.broadcast_parameters import GROUP, device_that_travels, group_of, plain_tensors
 
 _CHUNK = 1 << 22
 """Bytes that are looked at in one piece, which takes four times as much memory."""

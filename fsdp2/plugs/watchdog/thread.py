@@ -26,12 +26,12 @@ import torch.distributed as dist
 import fsdp2
 from fsdp2 import _torch
 from fsdp2.core.places import PLACE, Record, label
-from fsdp2.features.gloo_p2p import LINES, Exchange, Line
-from fsdp2.features.watchdog.orders import Comparison, orders_of_live_groups
-from fsdp2.features.watchdog.release import Releases, first_number, is_live, key_of, live_groups
-from fsdp2.features.watchdog.signals import was_asked
-from fsdp2.features.watchdog.states import COLLECTIVE, Begun, LineState, State, WaitingRank
-from fsdp2.features.watchdog.verdict import Known, Silence, Verdict, judge
+from fsdp2.plugs.transports.gloo_p2p import LINES, Exchange, Line
+from fsdp2.plugs.watchdog.orders import Comparison, orders_of_live_groups
+from fsdp2.plugs.watchdog.release import Releases, first_number, is_live, key_of, live_groups
+from fsdp2.plugs.watchdog.signals import was_asked
+from fsdp2.plugs.watchdog.states import COLLECTIVE, Begun, LineState, State, WaitingRank
+from fsdp2.plugs.watchdog.verdict import Known, Silence, Verdict, judge
 
 LOG = logging.getLogger("fsdp2")
 
@@ -400,7 +400,7 @@ _OF_FSDP2 = os.path.dirname(fsdp2.__file__) + os.sep
 _LIBRARIES = f"{os.sep}lib{os.sep}python"
 _COLLECTIVES = os.path.join(_OF_TORCH, "distributed", "distributed_c10d.py")
 _OF_TENSORS = os.path.join(_OF_TORCH, "distributed", "_functional_collectives.py")
-_OF_OPERATORS = (_torch.__file__, os.path.join(_OF_FSDP2, "features", "written_views.py"))
+_OF_OPERATORS = (_torch.__file__, os.path.join(_OF_FSDP2, "plugs", "parameters", "written_views.py"))
 """What runs within an operator of torch's on DTensors."""
 
 

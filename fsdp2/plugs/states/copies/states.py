@@ -32,7 +32,7 @@ from fsdp2.core.prefetch import Unit
 from fsdp2.core.root import ON_ROOT
 from fsdp2.core.state import FSDPState, state_of
 from fsdp2.errors import FSDPRuntimeError
-from fsdp2.features.reshard_to_fewer import PostForwardShards
+from fsdp2.plugs.memory.reshard_to_fewer import PostForwardShards
 
 _COPIED = ("class_name", "reshard_after_forward", "reshard_after_backward", "in_full_precision", "is_captured")
 

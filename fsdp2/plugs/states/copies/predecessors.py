@@ -22,7 +22,7 @@ from fsdp2 import _torch
 from fsdp2.core.param import PREDECESSOR_COPIER, mark_replaced, replacement_of
 from fsdp2.core.sharding import dtensor_over
 from fsdp2.errors import FSDPRuntimeError
-from fsdp2.features.whole_tensors import former_of, note_former_sharding
+from fsdp2.plugs.parameters.whole_tensors import former_of, note_former_sharding
 
 _WAITING = "fsdp2: copies of predecessors, and the originals of their successors"
 

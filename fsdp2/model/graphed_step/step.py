@@ -19,9 +19,9 @@ from fsdp2.core.group import FSDPParamGroup, free_cleared_gradients
 from fsdp2.core.state import state_of, states_below_all
 from fsdp2.core.trees import map_tensors, tensors_in
 from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError, FSDPValueError
-from fsdp2.features.graphed_step.arguments import described, refuse_differentiable, static
-from fsdp2.features.graphed_step.fixed import Fixed, Found, Kept, host_state
-from fsdp2.features.graphed_step.recording import OF_DEVICES, Recording
+from fsdp2.model.graphed_step.arguments import described, refuse_differentiable, static
+from fsdp2.model.graphed_step.fixed import Fixed, Found, Kept, host_state
+from fsdp2.model.graphed_step.recording import OF_DEVICES, Recording
 
 Step = Callable[..., Any]
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fsdp2._remedies import FEWER, RUN_ALIKE
-from fsdp2.features.watchdog.states import COLLECTIVE, State, WaitingRank
+from fsdp2.plugs.watchdog.states import COLLECTIVE, State, WaitingRank
 
 
 class Silence(enum.Enum):

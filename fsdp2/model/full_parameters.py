@@ -37,7 +37,7 @@ from fsdp2.core.state import FSDPState, state_of, states_below
 from fsdp2.core.traits import carry_attributes_over
 from fsdp2.core.transport import all_reduce, is_alone
 from fsdp2.errors import FSDPError, FSDPNotImplementedError, FSDPRuntimeError
-from fsdp2.features.whole_tensors import Part, unsharded_like, whole_tensors
+from fsdp2.plugs.parameters.whole_tensors import Part, unsharded_like, whole_tensors
 
 _NAME = "full_parameters()"
 

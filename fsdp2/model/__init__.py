@@ -1,0 +1,1 @@
+"""Functions on a sharded model, above the API."""

@@ -1,0 +1,1 @@
+"""Orders of exchanges, and backwards, other than the learned ones."""

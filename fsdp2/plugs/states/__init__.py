@@ -1,0 +1,1 @@
+"""What state dicts and copies of sharded modules hold."""

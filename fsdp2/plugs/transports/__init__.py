@@ -1,0 +1,1 @@
+"""How ranks exchange, where it is not by one collective of torch.distributed."""
