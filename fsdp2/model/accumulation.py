@@ -1,4 +1,4 @@
-"""`accumulate`: gradients of several microbatches, reduced with the last: the setters that it takes, as one block."""
+"""`accumulate`: adds up the gradients of several microbatches and reduces them with the last, in place of setters."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ Kept = Literal["unsharded", "sharded"]
 
 @checked()
 def accumulate(module: nn.Module, *, last: bool, kept: Kept = "unsharded") -> AbstractContextManager[None]:
-    """A block for the forward and backward of one microbatch of several, of which the ``last`` reduces the sum.
+    """A block for the forward and backward of one of several microbatches; the ``last`` one reduces the sum.
 
         for index, batch in enumerate(microbatches):
             with fsdp2.accumulate(model, last=index == len(microbatches) - 1):
                 (loss_of(model, batch) / len(microbatches)).backward()
         optimizer.step()
 
-    All sharded modules at and below ``module`` take part, those too whose parameters only the last microbatch uses, or
-    only an earlier one. What belongs to modules elsewhere does not: weights tied to theirs are reduced by each
-    microbatch, to the same sum. The settings of before are back after the block, also after an exception. Blocks nest:
-    a microbatch is the last if it is for all of them, or `set_requires_gradient_sync` had no reductions before.
+    All sharded modules at and below ``module`` take part, also those whose parameters only some of the microbatches
+    use. Parameters of modules elsewhere do not: each microbatch reduces weights that are tied to theirs, which gives
+    the same sum. After the block, also after an exception, the settings are as before. Blocks nest: a microbatch is
+    the last if it is the last for all of them, unless `set_requires_gradient_sync` had turned reductions off before.
 
-    All ranks must enter the same blocks. No communication by itself.
+    All ranks must enter the same blocks. The block itself communicates nothing.
 
     Args:
         module: any; sharded itself, or containing sharded ones.
         last: whether this is the last microbatch.
-        kept: what waits between microbatches. ``"unsharded"``: whole gradients, without communication; memory of the
-            model's size in the dtype that they add up in. ``"sharded"``: each microbatch is reduce-scattered, and with
-            replicas (HSDP) the last one all-reduces the sum.
+        kept: what waits between microbatches. ``"unsharded"``: full gradients, without communication; they take
+            memory of the model's size in the dtype that they add up in. ``"sharded"``: each microbatch is
+            reduce-scattered, and with replicas (HSDP) the last one all-reduces the sum.
 
     Raises:
-        FSDPTypeError, FSDPValueError: another kind of argument.
+        FSDPTypeError, FSDPValueError: an argument is of another kind.
         FSDPRuntimeError: nothing at or below ``module`` is sharded.
     """
     return _accumulating(_groups_below(module), last, kept)
@@ -55,13 +55,15 @@ def _groups_below(module: nn.Module) -> list[FSDPParamGroup]:
             f"accumulate() was given a {type(module).__name__} that contains no sharded module: call it on what "
             "fully_shard was called on, or on a module that contains it."
         )
-    below = set(states)  # a group that others own has gradients of other modules
+    # A group with tied weights belongs to its first sharer. If that is elsewhere, it holds others' gradients too.
+    below = set(states)
     return list(dict.fromkeys(group for state in states for group in state.unit if group.sharers[0] in below))
 
 
 @contextmanager
 def _accumulating(groups: list[FSDPParamGroup], last: bool, kept: Kept) -> Iterator[None]:
     before = [(group, _synchronization(group.settings)) for group in groups]
+    # A copy that is made inside of the block gets the settings of before the outermost block.
     outermost = [group for group in groups if group.settings_outside is None]
     try:
         for group in outermost:

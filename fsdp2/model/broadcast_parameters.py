@@ -1,7 +1,7 @@
-"""`broadcast_parameters`: one rank's parameters and buffers on all ranks; of sharded ones, one replica's on all.
+"""`broadcast_parameters`: gives one rank's parameters and buffers to all; of sharded ones, one replica's to all.
 
-Knows nothing of groups but which parameters they own, and over which ranks. Tensors travel as bytes, many in one
-message; what is larger than a message is sent in pieces, from where it lies.
+It knows nothing of groups but which parameters they own, and over which ranks. Tensors travel as bytes, many in one
+message. A tensor that is larger than a message is sent in pieces, without a copy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fsdp2.errors import FSDPError, FSDPNotImplementedError, FSDPRuntimeError, F
 _NAME = "broadcast_parameters()"
 
 MESSAGE_BYTES = 32 * 2**20
-"""How much is sent at once, and how much memory is taken for it at most."""
+"""How many bytes are sent at once, which is also the most memory that is taken for them."""
 
 
 GROUP = Rule(
@@ -48,33 +48,34 @@ def broadcast_parameters(
 ) -> None:
     """Give all ranks the parameters and buffers that ``module`` has on the rank ``src``, in place.
 
-    For models that ranks have initialized differently, or that one rank has loaded: before `fully_shard`, of the whole
-    model or unit by unit. Tied tensors travel once. Takes `MESSAGE_BYTES` of memory at most, beside the tensors.
+    This is for models that ranks have initialized differently, or that one rank has loaded: before `fully_shard`, for
+    the full model or unit by unit. Tied tensors travel once. It takes at most `MESSAGE_BYTES` of memory beside them.
 
-    Of parameters that are sharded already every rank has its own rows, which together are one model. If ``module``
-    itself is sharded, and there are replicas (hybrid sharding, `replicate`), all get the rows of the replica that
-    ``src`` is in, outside of forward and backward. Else they stay: rows of sharded submodules were broadcast before.
+    Where parameters are sharded already, every rank has its own rows, which together are one model. If ``module``
+    itself is sharded and there are replicas (hybrid sharding, `replicate`), all replicas get the rows of the one that
+    ``src`` is in; call it outside of forward and backward. Otherwise the rows of sharded submodules stay: they were
+    broadcast before they were sharded.
 
     Collective: all ranks of ``process_group`` must call it, with modules of the same parameters and buffers: names,
     shapes, dtypes, and types of devices.
 
     Args:
-        module: on CPU or a device, or partly each. Where the process group has no backend for a device, tensors travel
-            through one that it has.
+        module: a module on CPU or a device, or partly on each. Where the process group has no backend for a device,
+            tensors travel through one that it has.
         src: a rank of ``process_group``, counted in it: 0 is its first.
-        process_group: by default that of all ranks. With tensor parallelism the ranks of the data-parallel mesh,
-            ``mesh["dp"].get_group()``: the parts of a parameter are broadcast as such.
-        buffers: whether those are broadcast, too, persistent or not.
-        ignored_params: parameters to leave alone, as experts that differ between ranks; as of `fully_shard`. Buffers
-            are left alone, too, if they are named here.
+        process_group: by default all ranks. With tensor parallelism pass the ranks of the data-parallel mesh,
+            ``mesh["dp"].get_group()``: each part of a parameter is then broadcast among the ranks that hold it.
+        buffers: whether buffers are broadcast too, persistent or not.
+        ignored_params: parameters, and buffers, to leave alone, such as experts that differ between ranks; as in
+            `fully_shard`.
 
     Raises:
-        FSDPTypeError: not a module, a rank or a process group.
-        FSDPValueError: no such rank, this one is not in the process group, or its ranks hold different parts of a
-            DTensor.
-        FSDPRuntimeError: no process group; something on meta, or not initialized; inside of a forward or backward; the
-            ranks differ. On all ranks alike.
-        FSDPNotImplementedError: a tensor that is a subclass, or sparse.
+        FSDPTypeError: ``module``, ``src`` or ``process_group`` is of another type.
+        FSDPValueError: there is no such rank, this one is not in the process group, or its ranks hold different parts
+            of a DTensor.
+        FSDPRuntimeError: there is no process group; a tensor is on meta, or not initialized; a forward or backward is
+            running; the ranks differ. It is raised on all ranks.
+        FSDPNotImplementedError: a tensor is a subclass, or sparse.
 
     Stream: the current one.
     """
@@ -94,6 +95,7 @@ def broadcast_parameters(
             _refuse_sharded(param, group)
     except FSDPError as raised:
         error = raised
+    # An error of this rank is raised in there, once the others know: they would wait for a broadcast otherwise.
     _agree(named, replicated, src, group, error)
     with torch.no_grad():
         for message in _messages([_torch.plain_of(tensor.detach()) for tensor in named.values()]):
@@ -103,10 +105,10 @@ def broadcast_parameters(
 
 
 def group_of(process_group: dist.ProcessGroup | None, caller: str) -> dist.ProcessGroup:
-    """``process_group``, or that of all ranks, which is made from a launcher's environment if there is none.
+    """``process_group``, or the group of all ranks, which is made from a launcher's environment if there is none.
 
     Raises:
-        FSDPRuntimeError: there is none, nor such an environment.
+        FSDPRuntimeError: there is neither a process group nor such an environment.
     """
     make_process_group(caller)
     group = dist.group.WORLD if process_group is None else process_group
@@ -115,9 +117,9 @@ def group_of(process_group: dist.ProcessGroup | None, caller: str) -> dist.Proce
 
 
 def plain_tensors(module: nn.Module, ignored: frozenset[torch.Tensor], *, buffers: bool) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name, each once, without the parameters that `fully_shard` has taken.
+    """Parameters and buffers by name, each once, without those that `fully_shard` has sharded.
 
-    (Inside of `full_parameters` these are plain ones, too.)
+    (Inside of `full_parameters` the full ones count as plain parameters, and are among these.)
     """
     named: dict[str, torch.Tensor] = {}
     for name, parameter in module.named_parameters():
@@ -129,9 +131,9 @@ def plain_tensors(module: nn.Module, ignored: frozenset[torch.Tensor], *, buffer
 
 
 def _replicated(module: nn.Module) -> list[FSDPParam]:
-    """The sharded parameters of which there are replicas, at rest; none if ``module`` itself is yet to be sharded.
+    """The sharded parameters that have replicas, after they came to rest; none if ``module`` itself is not sharded.
 
-    (Those below it were given the values of one rank before they were.)
+    (In that case the modules below were given the values of one rank before they were sharded.)
     """
     if state_of(module) is None:
         return []
@@ -158,11 +160,12 @@ def _refuse_sharded(param: FSDPParam, group: dist.ProcessGroup) -> None:
 
 
 def _send_shards(params: list[FSDPParam], src: int, group: dist.ProcessGroup) -> None:
-    """Give all replicas the rows of that which the rank ``src`` is in."""
+    """Give all replicas the rows of the replica that the rank ``src`` is in. Collective."""
     meshes = {param.group.mesh.key: param.group.mesh for param in params}
     device = device_that_travels(torch.device("cpu"), group)
     places = [mesh.device_mesh.get_local_rank(0) for mesh in meshes.values()]
     where = torch.tensor(places, dtype=torch.int64, device=device)
+    # `where`: the replica that `src` is in, in each mesh. Within a column of a mesh, ranks hold the same rows.
     dist.broadcast(where, group=group, group_src=src)
     for mesh, place in zip(meshes.values(), where.tolist(), strict=True):
         replicas = mesh.replicate_group
@@ -173,7 +176,7 @@ def _send_shards(params: list[FSDPParam], src: int, group: dist.ProcessGroup) ->
         for message in _messages([param.local for param in mine]):
             _send(message, source, replicas)
         for param in mine:
-            param.write_counter.writes += 1  # what was gathered is stale
+            param.write_counter.writes += 1  # unsharded parameters that were gathered before are stale
 
 
 def _owner_of(parameter: nn.Parameter) -> FSDPParam | None:
@@ -213,10 +216,10 @@ def _agree(
     group: dist.ProcessGroup,
     error: FSDPError | None,
 ) -> None:
-    """Go on only if all ranks can, and would do the same.
+    """Compare with the other ranks what each would send, and raise on all if one cannot.
 
     Raises:
-        FSDPError: ``error``; or, on the other ranks, that one has it.
+        FSDPError: ``error``; or, on the other ranks, that another one has it.
     """
     lines = [f"{_NAME} with src={src}" if error is None else f"refused: {error}"]
     if error is None:
@@ -233,7 +236,7 @@ def _agree(
 
 
 def device_that_travels(device: torch.device, group: dist.ProcessGroup) -> torch.device:
-    """``device``, if ``group`` communicates from there, else one that it does."""
+    """``device``, if ``group`` has a backend for it, else a device that it has one for."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     others = [torch.device("cpu")]
     if accelerator is not None:
@@ -241,11 +244,11 @@ def device_that_travels(device: torch.device, group: dist.ProcessGroup) -> torch
     for each in (device, *others):
         if _torch.backend_name(group, each):
             return each
-    return device  # of a group that is written in Python nobody knows
+    return device  # a process group written in Python does not say
 
 
 class _Piece(NamedTuple):
-    """A part of a message: a tensor, or some rows of a large one, and its bytes in the message."""
+    """A part of a message: a tensor, or some rows of a large one, with its first byte and its size in the message."""
 
     tensor: torch.Tensor
     start: int
@@ -253,9 +256,9 @@ class _Piece(NamedTuple):
 
 
 def _messages(tensors: list[torch.Tensor]) -> Iterator[list[_Piece]]:
-    """Pieces of ``tensors``, of one type of device each, that are sent together: as many as fit, in order.
+    """Pieces of ``tensors`` that are sent together: as many as fit, in order, all on one type of device.
 
-    What they are follows from shapes, dtypes and types of devices, which are the same on all ranks.
+    Only shapes, dtypes and types of devices decide, which are the same on all ranks.
     """
     limit = MESSAGE_BYTES
     message: list[_Piece] = []
@@ -272,7 +275,7 @@ def _messages(tensors: list[torch.Tensor]) -> Iterator[list[_Piece]]:
 
 
 def _cut(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
-    """``tensor`` in runs of rows that fit into a message; of larger rows, these in turn."""
+    """``tensor`` in runs of rows that fit into a message; a row that does not is cut the same way."""
     if not tensor.numel():
         return
     if tensor.nbytes <= limit or not tensor.dim():
@@ -287,7 +290,7 @@ def _cut(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
 
 
 def _send(message: list[_Piece], src: int, group: dist.ProcessGroup) -> None:
-    """Broadcast one message: a large contiguous piece from where it lies, others packed."""
+    """Broadcast one message: a single contiguous piece without a copy, others packed into one buffer."""
     first, device = message[0].tensor, device_that_travels(message[0].tensor.device, group)
     if len(message) == 1 and first.is_contiguous() and first.device.type == device.type:
         dist.broadcast(first.view(-1).view(torch.uint8), group=group, group_src=src)

@@ -1,14 +1,14 @@
-"""`full_parameters`: whole parameters in the place of sharded ones, for as long as a ``with`` block lasts.
+"""`full_parameters`: full parameters in place of sharded ones, for as long as a ``with`` block lasts.
 
-The successor of FSDP1's ``summon_full_params``. What is registered are copies, gathered by `whole_tensors` outside of
-any plan: the engine's own unsharded parameters may be of another dtype, and nothing may write them. The engine knows
-by `FSDPParamGroup.loan` that others are registered; this file owns what is lent, and what is kept of it.
+The successor of FSDP1's ``summon_full_params``. Copies are registered, which `whole_tensors` gathers outside of any
+plan: the engine's own unsharded parameters may have another dtype, and nothing may write them. The engine sees by
+`FSDPParamGroup.loan` that others are registered. This file decides what is lent, and what is written back.
 
 [Note: what was written]
 A program may write by ``.data``, which torch counts nowhere, so values are compared: this rank's rows with its shard,
-bit by bit. But whether a shard counts as written must be the same on all ranks, or some would refuse the next backward,
-or gather again, and others not. So the ranks exchange one flag for each parameter, and a parameter is written on all of
-them if its rows differ on any. What was only read thus counts as nothing, also between a forward and its backward.
+bit by bit. But whether a shard was written must have one answer on all ranks, or some would refuse the next backward,
+or gather again, and others not. So the ranks exchange one flag for each parameter: a parameter counts as written on all
+of them if its rows differ on any. What was only read thus changes nothing, also between a forward and its backward.
 """
 
 from __future__ import annotations
@@ -52,38 +52,38 @@ def full_parameters(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> AbstractContextManager[None]:
-    """Inside of the block, ``module`` and what is below it hold whole parameters in the place of sharded ones.
+    """Inside of the block, ``module`` and what is below it hold full parameters in place of sharded ones.
 
     Each is a plain `nn.Parameter` (a DTensor of the other mesh dims under tensor parallelism) in its original dtype,
     with the ``requires_grad`` and the attributes of the sharded one; tied ones are one object. After the block the
-    sharded parameters are registered again, the very same objects. Those that no group owns are left alone.
+    sharded parameters, the very same objects, are registered again. Parameters that no group owns are left alone.
 
     Collective: all ranks must enter and leave the block, outside of forward and backward. It may lie between a forward
     and its backward, which goes on if nothing was written. Small groups travel together, large ones alone, and all stay
-    whole until the end of the block: ``recurse=False``, unit by unit, takes less memory. A forward inside computes with
-    the whole parameters, and is refused where gradients are recorded, or where they are not whole on all ranks.
+    unsharded until the end of the block: ``recurse=False``, unit by unit, takes less memory. A forward inside computes
+    with the full parameters. It is refused if gradients are recorded, or if not all ranks have all of them in full.
 
-    If an exception leaves the block nothing is kept, and nothing communicated. A block inside of another one leaves
-    alone what is whole already, and may ask for nothing that the outer one does not do, which decides what is kept.
+    If an exception leaves the block nothing is written back, and nothing communicated. A block inside of another one
+    leaves alone what is unsharded already; it may ask for nothing that the outer one does not do, which writes back.
 
     Args:
-        module: any; sharded itself, part of a sharded one, or containing several. Or a sequence of such.
+        module: any module: sharded itself, part of a sharded one, or containing several. Or a sequence of such modules.
         recurse: False: only the parameters of its own `fully_shard` call (none, if it was not called on it).
         writeback: keep this rank's rows of what the parameters are at the end, however they were written: in place, by
             ``.data``, or by another `nn.Parameter` of the same shape and dtype in their place; and their
             ``requires_grad``. Every rank must write the same. False: nothing is kept, under any strategy.
-        rank0_only: only the first rank of each parameter's data-parallel mesh gets whole ones; the others keep their
-            sharded ones registered, and allocate nothing but what they send. Needs ``writeback=False``.
-        offload_to_cpu: whole parameters in host memory; by default they are on the device of the mesh.
-        with_grads: whole gradients as their ``.grad``, where there are any. With ``writeback`` they are kept, too: as
-            they were changed, set, or cleared. False: they have none, and what they get is dropped.
+        rank0_only: only the first rank of each parameter's data-parallel mesh gets full parameters. The others keep
+            their sharded ones registered, and allocate nothing but what they send. Needs ``writeback=False``.
+        offload_to_cpu: put full parameters in host memory; by default they are on the device of the mesh.
+        with_grads: gather gradients too, where there are any, as ``.grad`` of the full parameters. With ``writeback``
+            they are kept as they were changed, set, or cleared. False: ``.grad`` is None, and dropped at the end.
 
     Raises:
-        FSDPTypeError: not a module, or not a bool.
+        FSDPTypeError: an argument is of another type.
         FSDPNotImplementedError: ``rank0_only`` with ``writeback``; a parameter that is a tensor subclass.
         FSDPRuntimeError: inside of a forward or backward; a parameter on meta; the ranks differ; a block that the outer
-            one does not serve. After the block, and nothing is kept then: another shape, dtype or kind of parameter,
-            or sharded parameters that were written inside as well, as by an optimizer's step.
+            one does not serve. At the end of the block, and then nothing is kept: a parameter has another shape, dtype
+            or kind; or sharded parameters were written inside as well, as by an optimizer's step.
     """
     if rank0_only and writeback:
         raise FSDPNotImplementedError(
@@ -105,7 +105,7 @@ class _Options:
     with_grads: bool
 
     def serve(self, inner: _Options) -> bool:
-        """Whether what is lent like this is all that a block inside asks for."""
+        """Whether an outer block with these options does all that a block inside asks for."""
         if (self.rank0_only, self.offload_to_cpu) != (inner.rank0_only, inner.offload_to_cpu):
             return False
         return self.writeback >= inner.writeback and self.with_grads >= inner.with_grads
@@ -115,12 +115,12 @@ class _Options:
 
 
 class _Lent(NamedTuple):
-    """What is registered in the place of one sharded parameter.
+    """What is registered in place of one sharded parameter.
 
     Attributes:
-        whole: None on ranks that get none.
-        options: of the block that has lent it.
-        version: of the sharded parameter at the beginning of that.
+        whole: the full parameter; None on ranks that get none.
+        options: the arguments of the block that has lent it.
+        version: the version of the sharded parameter at the beginning of that block.
     """
 
     whole: nn.Parameter | None
@@ -129,7 +129,7 @@ class _Lent(NamedTuple):
 
 
 class _Loan:
-    """What is lent of one group, by one block or several inside of each other."""
+    """What one block, or several inside of each other, have lent of one group."""
 
     __slots__ = ("_count", "lender", "lent")
 
@@ -139,10 +139,10 @@ class _Loan:
         self._count = len(group.params)
 
     def refuse_pass(self, name: str, *, for_backward: bool) -> None:
-        """Forwards without gradients may compute with whole parameters, if all ranks have all of them.
+        """Allow a forward without gradients to compute with full parameters, if all ranks have all of them.
 
         Raises:
-            FSDPRuntimeError: for any other.
+            FSDPRuntimeError: it is another forward, or a backward.
         """
         if for_backward or torch.is_grad_enabled():
             why = "the gradients of whole parameters would be reduced by nobody"
@@ -168,8 +168,10 @@ def _full(modules: Sequence[nn.Module], recurse: bool, options: _Options) -> Ite
     found = _params_below(modules, recurse=recurse)
     error = _settle(found, options)
     _agree(found, options, error)
+    # What an outer block has lent stays, and is the outer block's to write back.
     taken = {group: [p for p in params if p not in _lent_of(group)] for group, params in found.items()}
     try:
+        # Full parameters must not become inference tensors, although the program may be in inference mode.
         with torch.inference_mode(False), torch.no_grad():
             for batch in _batches(taken):
                 _lend(batch, options)
@@ -189,13 +191,13 @@ def _lent_of(group: FSDPParamGroup) -> dict[FSDPParam, _Lent]:
 
 
 def _params_below(modules: Sequence[nn.Module], *, recurse: bool) -> _Taken:
-    """The sharded parameters that ``modules`` or those below hold; not ``recurse``: of their own groups alone."""
+    """The sharded parameters that ``modules`` or those below hold; without ``recurse`` those of their own groups."""
     groups: list[FSDPParamGroup] = []
     for module in modules:
         state = state_of(module)
         states = states_below(module) if recurse else [] if state is None else [state]
         groups += [group for each in states for group in each.unit]
-        if recurse:  # of a part of a sharded module the state is above
+        if recurse:  # a module that is a part of a sharded one has no state: it is further up
             groups += [owner.group for p in module.parameters() if (owner := owner_of(p)) is not None]
     below = {each for module in modules for each in module.modules()}
     taken = {g: [p for p in g.params if any(use in below for use, _ in p.uses)] for g in dict.fromkeys(groups)}
@@ -203,7 +205,7 @@ def _params_below(modules: Sequence[nn.Module], *, recurse: bool) -> _Taken:
 
 
 def owner_of(parameter: nn.Parameter) -> FSDPParam | None:
-    """Whose parameter it is: sharded, unsharded by the engine, or whole in an outer block."""
+    """The `FSDPParam` of ``parameter``: sharded, unsharded by the engine, or lent by an outer block."""
     link: Link[FSDPParam] | None = getattr(parameter, "_fsdp_lent", None)
     if link is not None:
         return link.target
@@ -212,10 +214,10 @@ def owner_of(parameter: nn.Parameter) -> FSDPParam | None:
 
 
 def _settle(found: _Taken, options: _Options) -> FSDPError | None:
-    """Bring the groups to rest, as before a state dict is taken; returns what speaks against going on, here.
+    """Bring the groups to rest, as before a state dict is taken. Returns this rank's reason not to go on, if any.
 
     Raises:
-        FSDPRuntimeError: inside of a forward or backward, where nothing may be communicated.
+            FSDPRuntimeError: a forward or backward is running, so nothing may be communicated.
     """
     states: list[FSDPState] = list(dict.fromkeys(sharer for group in found for sharer in group.sharers))
     leave_passes(states, _NAME, " For the parameters of a single module there, unshard() and reshard() that module.")
@@ -226,13 +228,14 @@ def _settle(found: _Taken, options: _Options) -> FSDPError | None:
         for group, params in found.items():
             for param in params:
                 _refuse(param, _lent_of(group).get(param), options)
+        # Returned, not raised: the other ranks are told first, or they would wait for this one.
     except FSDPError as error:
         return error
     return None
 
 
 def leave_passes(states: Sequence[FSDPState], caller: str, otherwise: str = "") -> None:
-    """See that no pass of the roots of ``states`` runs, and that all gradients have arrived.
+    """Wait until all gradients of the roots of ``states`` have arrived, and refuse inside of a pass.
 
     Raises:
         FSDPRuntimeError: ``caller`` is inside of a forward or backward; ``otherwise`` says what to do there.
@@ -283,7 +286,7 @@ def _where(param: FSDPParam) -> str:
 
 
 def _by_mesh(taken: _Taken) -> list[tuple[DataParallelMesh, list[FSDPParam]]]:
-    """The parameters of each mesh, in an order that all ranks have in common."""
+    """The parameters of each mesh, in the same order on all ranks."""
     found: dict[object, tuple[DataParallelMesh, list[FSDPParam]]] = {}
     for group, params in taken.items():
         found.setdefault(group.mesh.key, (group.mesh, []))[1].extend(params)
@@ -291,10 +294,10 @@ def _by_mesh(taken: _Taken) -> list[tuple[DataParallelMesh, list[FSDPParam]]]:
 
 
 def _agree(found: _Taken, options: _Options, error: FSDPError | None) -> None:
-    """Go on only if all ranks can, and would do the same. Collective over each mesh.
+    """Compare with the other ranks what each would do, and raise on all if one cannot. Collective over each mesh.
 
     Raises:
-        FSDPError: ``error``; or, on the other ranks, that one has it.
+        FSDPError: ``error``; or, on the other ranks, that another one has it.
     """
     by_mesh = {mesh.key: (mesh, params) for mesh, params in _by_mesh(found)}
 
@@ -317,11 +320,11 @@ def _agree(found: _Taken, options: _Options, error: FSDPError | None) -> None:
 
 
 _TOGETHER_BYTES = 64 << 10
-"""What arrives packed is in memory twice for a moment: so much of it, or one group."""
+"""Packed tensors are in memory twice for a moment: one group, or several of so many bytes together."""
 
 
 def _batches(taken: _Taken) -> Iterator[_Taken]:
-    """Groups of one mesh that travel together: as many as take no more memory than the largest."""
+    """Groups of one mesh that travel together: several, if all of them take no more memory than the largest group."""
     sizes = {g: sum(p.sharding.partition.numel * p.dtype.itemsize for p in params) for g, params in taken.items()}
     most = max([_TOGETHER_BYTES, *sizes.values()])
     batch: _Taken = {}
@@ -339,8 +342,8 @@ def _batches(taken: _Taken) -> Iterator[_Taken]:
 
 
 def _lend(batch: _Taken, options: _Options) -> None:
-    """Gather parameters of one mesh, and register whole ones. Collective over it, of ``rank0_only`` over its first
-    shards.
+    """Gather parameters of one mesh and register the full ones. Collective over the mesh; with ``rank0_only`` over the
+    ranks of its first replica.
 
     Stream: the current one.
     """
@@ -350,6 +353,7 @@ def _lend(batch: _Taken, options: _Options) -> None:
             group.loan = _Loan(group)  # before anything is registered, so that an exception is cleaned up after
     params = [param for each in batch.values() for param in each]
     trained = [param for param in params if options.with_grads and param.sharded.grad is not None]
+    # Parameters and their gradients travel in the same exchange, parameters first.
     locals_ = [param.local for param in params] + [_torch.local_of(p.sharded.grad) for p in trained]  # type: ignore[arg-type]
     partitions = [param.sharding.partition for param in (*params, *trained)]
     device = torch.device("cpu") if options.offload_to_cpu else mesh.device
@@ -368,12 +372,12 @@ def _lend(batch: _Taken, options: _Options) -> None:
 
 
 def _version(param: FSDPParam) -> tuple[int, int]:
-    """Changes with writes to the sharded parameter, as far as they can be seen."""
+    """A version of the sharded parameter that changes with each write that can be seen."""
     return param.write_counter.writes, _torch.version_of(param.sharded)
 
 
 def _whole_parameter(param: FSDPParam, value: torch.Tensor, gradient: torch.Tensor | None) -> nn.Parameter:
-    """A parameter over ``value``, with what the user has set on the sharded one but its hooks, which wait for it."""
+    """A parameter over ``value``, with what the user has set on the sharded one except hooks, which stay with that."""
     sharded = param.sharded
     whole = nn.Parameter(unsharded_like(value, param.sharding), requires_grad=sharded.requires_grad)
     carry_attributes_over(sharded, whole)
@@ -390,14 +394,15 @@ def _whole_parameter(param: FSDPParam, value: torch.Tensor, gradient: torch.Tens
 
 
 def _take_back(taken: _Taken) -> None:
-    """Register the sharded parameters again. No communication, whatever has happened."""
-    FSDPParam.identity_changes += 1  # so that optimizers that were built, or have stepped, inside look for them
+    """Register the sharded parameters again. No communication, as this must work after any exception."""
+    FSDPParam.identity_changes += 1  # optimizers that were built or have stepped inside look for these
     for group, params in taken.items():
         lent = _lent_of(group)
         for param in params:
             whole = lent.pop(param).whole if param in lent else None
             if whole is None:
                 continue
+            # The full parameter, and one that the program put in its place: optimizers may hold either.
             passed = {id(whole): whole}
             for mapping, name in param.registrations:
                 registered = mapping.get(name)
@@ -412,10 +417,10 @@ def _take_back(taken: _Taken) -> None:
 
 
 def _keep(taken: _Taken) -> None:
-    """Write what whole parameters are now to the shards. Collective over each mesh. See [Note: what was written].
+    """Write the values of the full parameters to the shards. Collective over each mesh. See [Note: what was written].
 
     Raises:
-        FSDPRuntimeError: something cannot be kept, on this rank or another; nothing is, then.
+        FSDPRuntimeError: something cannot be kept, on this rank or another. Then nothing is kept.
     """
     found: dict[FSDPParam, nn.Parameter | None] = {}
     error: FSDPError | None = None
@@ -447,10 +452,10 @@ def _keep(taken: _Taken) -> None:
 
 
 def _registered(param: FSDPParam, lent: _Lent) -> nn.Parameter | None:
-    """What the modules hold now in the place of ``param``; None if that is the sharded one again.
+    """The parameter that the modules hold now in place of ``param``; None if that is the sharded one again.
 
     Raises:
-        FSDPRuntimeError: it cannot be kept.
+        FSDPRuntimeError: its values cannot be kept.
     """
     whole = lent.whole
     assert whole is not None, "where something is kept all ranks have it"
@@ -500,7 +505,7 @@ def _cannot_keep(param: FSDPParam, why: str) -> FSDPRuntimeError:
 def _changed_anywhere(
     taken: _Taken, found: Mapping[FSDPParam, nn.Parameter | None] | None
 ) -> frozenset[FSDPParam] | None:
-    """The parameters that some rank has written; None if a rank has ``found`` something wrong. See the note.
+    """The parameters that some rank has written; None if ``found`` is None on some rank. See [Note: what was written].
 
     Collective over each mesh. The host waits for the device, once for each mesh.
     """
@@ -527,7 +532,7 @@ def _changed_anywhere(
 
 
 def _own_rows(param: FSDPParam, whole: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """This rank's part of ``whole``, on ``device``."""
+    """This rank's rows of ``whole``, on ``device``."""
     mesh, partition = param.sharding.mesh, param.sharding.partition
     plain = _torch.plain_of(whole.detach())
     rows = local_shard(plain, partition, partition.rows(mesh.shard_size), mesh.shard_rank)
@@ -535,7 +540,7 @@ def _own_rows(param: FSDPParam, whole: torch.Tensor, device: torch.device) -> to
 
 
 def _copied_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, if it is there; else a copy."""
+    """``tensor``, if it is on ``device``; else a copy there."""
     return (
         tensor
         if tensor.device == device
@@ -547,7 +552,7 @@ _OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _differs(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """(): whether any bit does. (As numbers, nan would differ from itself, and -0.0 would not from 0.0.)"""
+    """(): whether any bit differs. (Compared as numbers, nan would differ from itself, and -0.0 not from 0.0.)"""
     if one.dtype is torch.complex128:
         one, other = torch.view_as_real(one.resolve_conj()), torch.view_as_real(other)
     dtype = _OF_SIZE[one.element_size()]
@@ -555,7 +560,7 @@ def _differs(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def _keep_the_rest(param: FSDPParam, value: nn.Parameter, options: _Options) -> None:
-    """``requires_grad`` and, if it was lent as well, the gradient."""
+    """Keep ``requires_grad`` and, if gradients were lent, the gradient."""
     sharded = param.sharded
     if value.requires_grad is not sharded.requires_grad:
         sharded.requires_grad_(value.requires_grad)

@@ -1,4 +1,4 @@
-"""`inference`: forwards that find the parameters of the one before, unsharded, as long as nobody writes weights."""
+"""`inference`: forwards reuse the unsharded parameters of the forward before, as long as nobody writes weights."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from fsdp2.errors import FSDPRuntimeError
 
 @checked()
 def inference(module: nn.Module) -> AbstractContextManager[None]:
-    """A block in which forwards, without gradients, leave the parameters unsharded for those that follow.
+    """A block in which forwards, without gradients, leave parameters unsharded for the forwards that follow.
 
-    The first forward gathers each module once; later ones communicate nothing, so that ranks may run different
-    numbers of them, once all have run all modules. If weights are written (an optimizer's step, a state dict that is
-    loaded, a copy in place into sharded parameters), the next forward gathers anew, on all ranks. After the block
-    everything is resharded, and settings are as before, also after an exception.
+    The first forward gathers each module once. Later ones communicate nothing, so ranks may run different numbers of
+    them, once all ranks have run all modules. If weights are written (by an optimizer's step, by loading a state dict,
+    by a copy in place into sharded parameters), the next forward gathers again, on all ranks. After the block, also
+    after an exception, everything is resharded, and settings are as before.
 
     Memory: the whole model, unsharded, in the dtype that it computes in. Inside of the block ``module.parameters()``
-    are the unsharded ones of modules that have run: do not write these. To be entered outside of forward and backward.
+    are the unsharded ones of modules that have run: do not write these. Enter it outside of forward and backward.
 
     Args:
         module: any; sharded itself, or containing sharded ones.
 
     Raises:
-        FSDPTypeError: not a module.
-        FSDPRuntimeError: nothing at or below ``module`` is sharded; or inside of a forward or backward.
+        FSDPTypeError: ``module`` is not a module.
+        FSDPRuntimeError: nothing at or below ``module`` is sharded, or a forward or backward is running.
     """
     states = states_below(module)
     if not states:
@@ -54,6 +54,7 @@ def _inferring(states: list[FSDPState]) -> Iterator[None]:
     before = [(state, state.reshard_after_forward) for state in states]
     outermost = [state for state in states if not state.attributes_outside]
     try:
+        # A copy that is made inside of the block gets the settings of before the outermost block.
         for state in outermost:
             state.attributes_outside = {"reshard_after_forward": state.reshard_after_forward}
         for state in states:

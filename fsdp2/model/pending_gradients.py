@@ -1,4 +1,4 @@
-"""Gradients that backwards have left and no reduction has brought to ``.grad`` yet: to look at, and to reduce.
+"""Gradients that backwards have left, and that no reduction has brought to ``.grad`` yet: to look at, and to reduce.
 
 They wait in three places, each for a setting that the user has chosen: on unsharded parameters (no reductions), after
 the reduce-scatter (no all-reduce over replicas), and in host memory (`CPUOffloadPolicy(gradients=True)`).
@@ -27,12 +27,12 @@ from fsdp2.errors import FSDPRuntimeError
 
 @dataclass(frozen=True, slots=True)
 class PendingGradient:
-    """What waits for one parameter, on this rank. Each is the engine's own memory, to be read, and valid until the next
+    """What waits for one parameter on this rank. Read it only: it is the engine's own memory, and valid until the next
     backward, reduction or ``zero_grad``.
 
     Attributes:
-        unreduced: the sum of this rank's microbatches, of the whole parameter, in the dtype that it adds up in; neither
-            divided nor averaged. A DTensor on the tensor-parallel mesh, where the parameter is on one.
+        unreduced: the sum of this rank's microbatches for the full parameter, in the dtype that it adds up in; neither
+            divided nor averaged. A DTensor on the tensor-parallel mesh, if the parameter is on one.
         over_shards: this rank's rows of what was reduced over the ranks that it is sharded over, in the reduce dtype:
             the mean, where fp32 and bf16 are averaged; zeros where nobody had a gradient. Replicas are still to come.
         on_host: this rank's rows of the mean over all ranks, of the microbatches so far, in host memory; zeros too.
@@ -50,14 +50,14 @@ def pending_gradients(module: nn.Module) -> dict[nn.Parameter, PendingGradient]:
         >>> for parameter, pending in fsdp2.pending_gradients(model).items():
         ...     print(parameter.shape, pending.unreduced.norm())
 
-    Parameters for which nothing waits are left out. Waits for reductions in flight; communicates nothing by itself, so
-    ranks may differ in whether they ask. `synchronize_gradients` reduces what waits, and ``zero_grad`` drops it.
+    Parameters for which nothing waits are left out. The call waits for reductions in flight, but communicates nothing,
+    so ranks may differ in whether they make it. `synchronize_gradients` reduces what waits; ``zero_grad`` drops it.
 
     Returns:
-        By sharded parameter, in the order of the modules.
+        A dict by sharded parameter, in the order of the modules.
 
     Raises:
-        FSDPTypeError: not a module.
+        FSDPTypeError: ``module`` is not a module.
         FSDPRuntimeError: a forward or backward is running.
     """
     found: dict[nn.Parameter, PendingGradient] = {}
@@ -83,20 +83,21 @@ def synchronize_gradients(module: nn.Module) -> None:
         >>> fsdp2.synchronize_gradients(model)
         >>> optimizer.step()
 
-    For a loop that does not know which microbatch is the last. It is added to ``.grad`` as a backward that reduces
-    would have done, over shards and replicas; settings stay as they are. A second call changes nothing. A module that
-    no rank has used takes part too, for ranks do not know that: its gradients stay as they are, or
-    become zeros after ``set_reduce_scatter_unused_params(True)``.
+    It is for a loop that does not know which microbatch is the last. The result is added to ``.grad`` as by a backward
+    that reduces, over shards and replicas; settings stay as they are. A second call changes nothing. A module that no
+    rank has used takes part too, for ranks do not know that: its gradients stay as they are, or become zeros after
+    ``set_reduce_scatter_unused_params(True)``.
 
-    Collective: all ranks of the meshes must call it, after backwards with the same settings. It may not be called while
-    a forward or backward runs.
+    Collective: all ranks of the meshes must call it, after backwards with the same settings. Do not call it while a
+    forward or backward runs.
 
     Raises:
-        FSDPTypeError: not a module.
-        FSDPRuntimeError: nothing at or below ``module`` is sharded, a forward or backward is running.
+        FSDPTypeError: ``module`` is not a module.
+        FSDPRuntimeError: nothing at or below ``module`` is sharded, or a forward or backward is running.
     """
     groups = _groups_between_steps(module, "synchronize_gradients")
     PLACE.phase = "in synchronize_gradients()"
+    # Not whether this rank has gradients, but whether some rank may have: all ranks must reduce the same groups.
     due = [group for group in groups if group.reducer.may_owe_gradients]
     for group in due:
         assert group.comm is not None, "what has a gradient has run"
@@ -108,7 +109,7 @@ def synchronize_gradients(module: nn.Module) -> None:
 
 @contextmanager
 def _reducing_all(group: FSDPParamGroup) -> Iterator[None]:
-    """Inside, reductions of ``group`` go on over replicas, and bring back what waits on the host."""
+    """Inside, reductions of ``group`` run to the end: over replicas too, and with what waits on the host."""
     before, reducer = group.settings, group.reducer
     was_last = reducer.is_last
     group.configure(dataclasses.replace(before, requires_gradient_sync=True, requires_all_reduce=True))
@@ -121,7 +122,7 @@ def _reducing_all(group: FSDPParamGroup) -> Iterator[None]:
 
 
 def _part(bucket: GradientBucket, flat: torch.Tensor | None, index: int) -> torch.Tensor | None:
-    """Of what waits ``flat``, the parameter's part."""
+    """A view of the local part of one parameter in the buffer ``flat``; None without a buffer."""
     if flat is None:
         return None
     slot, shape = bucket.layout.slots[index], bucket.local_shapes[index]

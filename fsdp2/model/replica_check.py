@@ -20,29 +20,30 @@ from fsdp2.errors import FSDPRuntimeError
 from fsdp2.model.broadcast_parameters import GROUP, device_that_travels, group_of, plain_tensors
 
 _CHUNK = 1 << 22
-"""Bytes that are looked at in one piece, which takes four times as much memory."""
+"""Bytes that are looked at in one piece; the check takes four times as much memory."""
 
 _MODULUS = 2_147_483_647
 _FACTOR = 48_271
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """A 0-D int64 of the bytes of ``tensor``, in their order: equal for equal ones. On its device."""
+    """A 0-D int64 checksum of the bytes of ``tensor`` in their order, on its device. Equal tensors have equal ones."""
     found = torch.zeros((), dtype=torch.int64, device=tensor.device)
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    if data.storage_offset() % 4:  # a part of a tensor of narrow elements
+    if data.storage_offset() % 4:  # a view into a tensor of narrow elements: int32 needs aligned memory
         data = data.clone()
     for piece in data.split(_CHUNK):
         numbers = piece[: piece.numel() // 4 * 4].view(torch.int32).to(torch.int64).remainder_(_MODULUS)
         rest = piece[numbers.numel() * 4 :].to(torch.int64)
         for part in (numbers, rest):
+            # Each number is weighted by its position, so that an exchange of two is seen. Products stay below 2^63.
             at = torch.arange(1, part.numel() + 1, device=part.device)
             found.mul_(_FACTOR).add_((part.mul_(at).remainder_(_MODULUS)).sum()).remainder_(_MODULUS)
     return found
 
 
 def _described(tensors: Mapping[str, torch.Tensor]) -> str:
-    """A line for each: its name, shape, dtype and checksum. Waits for the device, once for each of these."""
+    """A line for each tensor: its name, shape, dtype and checksum. Waits for each device once."""
     lines = []
     with _torch.unobserved(), torch.no_grad():
         sums = {name: _checksum(each) for name, each in tensors.items()}
@@ -59,29 +60,30 @@ def _can_be_compared(tensor: torch.Tensor) -> bool:
 
 
 def _names(difference: str) -> str:
-    """Those that a `disagreement` tells of."""
+    """The names of the lines that a `disagreement`, a diff, shows."""
     lines = [line[1:] for line in difference.splitlines() if line[:1] in "+-" and line[1:2] not in "+-"]
     return ", ".join(dict.fromkeys(f"'{line.partition(' ')[0]}'" for line in lines))
 
 
 def _differing(tensors: Mapping[str, torch.Tensor], mesh: DataParallelMesh, what: str) -> str:
-    """The names of those that replicas hold differently, on all ranks of the mesh; "" if none. Collective."""
+    """The names of tensors that replicas hold differently, the same on all of the mesh; "" if none. Collective."""
     difference = disagreement(_described(tensors), mesh.replicate_group, mesh.device, f"the replicas of {what}")
+    # Replicas of one shard compare it; then the ranks of each replica tell each other what they have found.
     mine = "" if difference is None else _names(difference)
     others = disagreement(mine, mesh.shard_group, mesh.device, f"what was found of the replicas of {what}")
     return mine or ("" if others is None else _names(others.replace("'", "")) or "of other rows")
 
 
 def _told(names: str, mesh: DataParallelMesh, what: str) -> str:
-    """``names``, or else those that other ranks of ``mesh`` have found. Collective."""
-    for group in (mesh.shard_group, mesh.replicate_group):  # the second learn what the first have been told
+    """``names``; or, if this rank has found none, the names that other ranks of ``mesh`` have found. Collective."""
+    for group in (mesh.shard_group, mesh.replicate_group):  # the second round passes on what the first has told
         others = disagreement(names, group, mesh.device, f"what was found of the replicas of {what}")
         names = names or ("" if others is None else _names(others.replace("'", "")) or "other ranks")
     return names
 
 
 def _compare_replicas(root: FSDPRoot) -> None:
-    """Compare what the replicas of all groups of ``root`` hold.
+    """Compare what the replicas of all groups of ``root`` hold: parameters, and the root's buffers. Collective.
 
     Raises:
         FSDPRuntimeError: parameters differ.
@@ -95,7 +97,7 @@ def _compare_replicas(root: FSDPRoot) -> None:
             tensors |= {param.path: param.local for param in group.params if _can_be_compared(param.local)}
     what = f"the parameters of {root.name}"
     names = ", ".join(filter(None, [_differing(tensors, mesh, what) for mesh, tensors in by_mesh.values()]))
-    if settings.compares_parameters:  # only ranks of a part may know, and no others need have replicas
+    if settings.compares_parameters:  # a group's mesh may be a part of the root's: the other ranks learn it here
         names = _told(names, owner.mesh, what)
     if names:
         raise FSDPRuntimeError(
@@ -125,22 +127,22 @@ def compare_parameters(
     buffers: bool = True,
     ignored_params: Iterable[torch.Tensor] = (),
 ) -> None:
-    """Raise, on all ranks, if they do not have the same parameters and buffers in ``module``: before it is sharded.
+    """Raise, on all ranks, if ranks have different parameters or buffers in ``module``. Call it before sharding.
 
-    Afterwards every rank has other rows, and nobody can tell. Parameters that are sharded already are not compared:
-    replicas of them are when training begins, see `FSDPModule.set_replica_check`.
+    After sharding every rank has other rows, and nobody can tell. Parameters that are sharded already are not compared:
+    their replicas are compared when training begins, see `FSDPModule.set_replica_check`.
 
-    Collective: all ranks of ``process_group`` must call it. Checksums travel, no values. Waits for the device.
+    Collective: all ranks of ``process_group`` must call it. Only checksums travel. The call waits for the device.
 
     Args:
         module: on CPU or a device.
-        process_group: by default that of all ranks. With tensor parallelism the ranks of the data-parallel mesh.
-        buffers: whether those are compared, too.
-        ignored_params: parameters, and buffers, that may differ, as those of experts do.
+        process_group: by default all ranks. With tensor parallelism pass the ranks of the data-parallel mesh.
+        buffers: whether buffers are compared too.
+        ignored_params: parameters and buffers that may differ, such as those of experts.
 
     Raises:
-        FSDPTypeError: not a module, or not a process group.
-        FSDPRuntimeError: no process group, or some differ; the message names them.
+        FSDPTypeError: ``module`` or ``process_group`` is of another kind.
+        FSDPRuntimeError: there is no process group, or some tensors differ; the message names them.
     """
     group = group_of(process_group, "compare_parameters()")
     named = plain_tensors(module, frozenset(ignored_params), buffers=buffers)

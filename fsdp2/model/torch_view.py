@@ -1,7 +1,7 @@
-"""What programs read of torch's private state, on ours: a read-only view, made when it is asked for.
+"""A read-only view of our state under the names of torch's private state, made when a program asks for it.
 
-The engine knows nothing of it, and keeps nothing up to date for it. Names are torch's (2.11 to 2.15). What is not
-offered raises an AttributeError that says what to use instead.
+The engine knows nothing of it, and keeps nothing up to date for it. Names are those of torch 2.11 to 2.15. A name that
+is not offered raises an AttributeError that says what to use instead.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class ModuleInfo:
 
 
 class TrainingState(Enum):
-    """What a group does now, under torch's names: equal to the members of torch's ``TrainingState`` that have them.
+    """What a group does now, under torch's names. Members equal those of torch's ``TrainingState`` with the same name.
 
-    Programs compare them, and find torch's class where torch has it.
+    Programs compare them with torch's class, which they import from torch.
     """
 
     FORWARD = auto()
@@ -51,7 +51,7 @@ class TrainingState(Enum):
         return type(other).__name__ == type(self).__name__ and getattr(other, "name", None) == self.name
 
     def __hash__(self) -> int:
-        return super().__hash__()  # of the name, as torch's has it
+        return super().__hash__()  # the hash of the name, as in torch's enum
 
 
 _INSTEAD = {
@@ -79,7 +79,7 @@ _ELSEWHERE = {
         "as fully_shard(mp_policy=...), which gets each parameter's name"
     ),
 }
-"""What no method of `FSDPModule` takes the place of."""
+"""What to use instead, where no method of `FSDPModule` is it."""
 
 
 def _refuse(what: str, name: str) -> NoReturn:
@@ -89,7 +89,7 @@ def _refuse(what: str, name: str) -> NoReturn:
 
 
 class _View:
-    """Attributes are read, not set; one that is not there is refused by name."""
+    """A view: its attributes are read, not set, and an attribute that it does not have is refused by name."""
 
     __slots__ = ()
     _what = "view"
@@ -116,12 +116,12 @@ class ParamView(_View):
 
     @property
     def sharded_param(self) -> nn.Parameter:
-        """What optimizers see."""
+        """The sharded parameter, which optimizers see."""
         return self._param.sharded
 
     @property
     def unsharded_param(self) -> nn.Parameter | None:
-        """What forward computes with; None before the first."""
+        """The parameter that forward computes with; None before the first forward."""
         return self._param.unsharded
 
     _unsharded_param = unsharded_param
@@ -145,37 +145,37 @@ class ParamView(_View):
 
     @property
     def sharded_size(self) -> torch.Size:
-        """Of this rank's shard."""
+        """The size of this rank's shard."""
         return self._param.local.shape
 
     @property
     def orig_dtype(self) -> torch.dtype:
-        """Of the sharded parameter."""
+        """The dtype of the sharded parameter."""
         return self._param.dtype
 
     @property
     def param_dtype(self) -> torch.dtype | None:
-        """In which it is gathered; None: as it is."""
+        """The dtype in which it is gathered; None: its own."""
         return self._param.policy.param_dtype
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
-        """In which its gradient is reduced, if the policy says so."""
+        """The dtype in which its gradient is reduced, if the policy names one."""
         return self._param.policy.reduce_dtype
 
     @property
     def mp_policy(self) -> MixedPrecisionPolicy:
-        """Its own."""
+        """The parameter's own mixed-precision policy."""
         return self._param.policy
 
     @property
     def fsdp_placement(self) -> Any:
-        """How the data-parallel mesh cuts it."""
+        """The placement in which the data-parallel mesh shards it."""
         return placement_of(self._param.sharding.partition, self._param.sharding.mesh.shard_size)
 
     @property
     def mesh_info(self) -> DataParallelMeshInfo:
-        """Over which ranks."""
+        """The mesh that it is sharded over."""
         return _info(self._param.sharding.mesh)
 
 
@@ -194,7 +194,7 @@ class GroupView(_View):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "post_forward_mesh_info":
             self._rest_after_forward(value)
-        elif name != "_training_state":  # which programs reset before they reshard: there is none to be reset
+        elif name != "_training_state":  # programs reset it before they reshard; it is computed here, so ignore that
             super().__setattr__(name, value)
 
     def __eq__(self, other: object) -> bool:
@@ -205,22 +205,22 @@ class GroupView(_View):
 
     @property
     def fsdp_params(self) -> list[ParamView]:
-        """All of its parameters."""
+        """All parameters of the group."""
         return [ParamView(param) for param in self._group.params]
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        """Those that `fully_shard` was called on."""
+        """The modules that `fully_shard` was called on."""
         return self._state.modules
 
     @property
     def mesh_info(self) -> DataParallelMeshInfo:
-        """Over which ranks."""
+        """The mesh that the parameters are sharded over."""
         return _info(self._group.mesh)
 
     @property
     def post_forward_mesh_info(self) -> DataParallelMeshInfo | None:
-        """Over which ranks parameters rest between forward and backward; None: they stay unsharded."""
+        """The mesh that parameters are sharded over between forward and backward; None: they stay unsharded."""
         state = self._state
         if state.reshard_after_forward is False or (state.reshard_after_forward is None and state.is_root):
             return None
@@ -228,12 +228,12 @@ class GroupView(_View):
         return self.mesh_info if post_forward is None else _info(post_forward.mesh)
 
     def _rest_after_forward(self, info: Any) -> None:
-        """What programs set that read it before the root took its default: they want it to reshard all the same."""
+        """Set whether forward ends resharded. A program may have read None here before the root took its default."""
         module: Any = self._state.modules[0]
         before = self.post_forward_mesh_info
         meshes = {getattr(each, "mesh", None) for each in (info, before)}
         if len(meshes) == 1 and (info is None) is (before is None):
-            return  # as it is
+            return  # it is set to what it is
         if info is not None and getattr(info, "mesh", None) != self.mesh_info.mesh:
             raise AttributeError(
                 f"post_forward_mesh_info of '{self._group.name}' can be set to None and to its mesh_info, got "
@@ -253,7 +253,7 @@ class GroupView(_View):
             return TrainingState.IDLE
         if (
             state.calls and state.backward.stage is not Stage.RUNNING
-        ):  # also one of a checkpoint, that computes again in backward
+        ):  # also a forward that checkpointing runs again in backward
             return TrainingState.FORWARD
         is_gathering = self._group.phase is ParamPhase.UNSHARDING
         if root.iteration.in_backward:
@@ -264,7 +264,7 @@ class GroupView(_View):
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device that the group computes on."""
         return self._group.mesh.device
 
     @property
@@ -273,22 +273,22 @@ class GroupView(_View):
 
     @property
     def gradient_divide_factor(self) -> float | None:
-        """What `set_gradient_divide_factor` has set."""
+        """The factor that `set_gradient_divide_factor` has set."""
         return self._group.settings.divide_factor
 
     @property
     def force_sum_reduction_for_comms(self) -> bool:
-        """What `set_force_sum_reduction_for_comms` has set."""
+        """The flag that `set_force_sum_reduction_for_comms` has set."""
         return self._group.settings.only_sums
 
     @property
     def reduce_grads(self) -> bool:
-        """What `set_requires_gradient_sync` has set."""
+        """The flag that `set_requires_gradient_sync` has set."""
         return self._group.settings.requires_gradient_sync
 
     @property
     def all_reduce_grads(self) -> bool:
-        """What `set_requires_all_reduce` has set."""
+        """The flag that `set_requires_all_reduce` has set."""
         return self._group.settings.requires_all_reduce
 
     @property
@@ -298,12 +298,12 @@ class GroupView(_View):
 
     @property
     def unshard_in_backward(self) -> bool:
-        """What `set_unshard_in_backward` has set."""
+        """The flag that `set_unshard_in_backward` has set."""
         return self._group.settings.unshards_in_backward
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the sharded parameters are registered, and nothing is under way."""
+        """Whether the sharded parameters are registered, and no gather is under way."""
         return self._group.phase is ParamPhase.SHARDED
 
     @property
@@ -313,17 +313,17 @@ class GroupView(_View):
 
     @property
     def is_sharded_post_forward(self) -> bool:
-        """Whether they rest on fewer ranks."""
+        """Whether the parameters are sharded over fewer ranks, between forward and backward."""
         return self._group.phase is ParamPhase.SHARDED_POST_FORWARD
 
     def reshard(self) -> None:
-        """As `FSDPModule.reshard`, of this group."""
+        """Reshard this group, as `FSDPModule.reshard` does for all groups of its module."""
         self._group.reshard(by_user=True)
 
     def post_backward(self) -> None:
-        """Reduce what backwards have left, and reshard, as the settings of the module say. Collective if they did.
+        """Reduce what backwards have left, and reshard, as the module's settings say. Collective if anything is left.
 
-        Of all groups of the module together; nothing where there is nothing left.
+        This is done for all groups of the module together. Without gradients left nothing happens.
         """
         if self._state.root is not None and any(group.reducer.is_due() for group in self._state.unit):
             self._state.backward.end(reduces=True)
@@ -343,7 +343,7 @@ def _groups(state: FSDPState) -> list[GroupView]:
 
 
 def _only_group(state: FSDPState) -> GroupView | None:
-    """The group, or the first of several meshes; None without parameters."""
+    """The group; the first one if the module has several meshes; None without parameters."""
     return GroupView(state.unit[0], state) if state.unit else None
 
 
@@ -376,24 +376,24 @@ class ContextView(_View):
 
     @property
     def all_states(self) -> list[Any]:
-        """Those below the root; none before the first forward."""
+        """All states below the root; empty before the first forward."""
         return [] if self._state.root is None else list(self._state.root.states)
 
     @property
     def is_last_backward(self) -> bool:
-        """What `set_is_last_backward` has set."""
+        """The flag that `set_is_last_backward` has set."""
         root = self._state.root
         return (self._state.root_settings if root is None else root.settings).is_last_backward
 
     @property
     def post_backward_final_callback_queued(self) -> bool:
-        """Whether a backward has begun whose end is to come."""
+        """Whether a backward has begun that has not ended."""
         return self._state.root is not None and self._state.root.iteration.in_backward
 
 
 def _initializer(state: FSDPState) -> Callable[[], None]:
     def _lazy_init() -> None:
-        """Make the module a root, if it is below none. Collective then."""
+        """Make the module a root, if it is below none. Collective if it becomes one."""
         state.ensure_root()
 
     return _lazy_init
@@ -403,7 +403,7 @@ def _finalizer(state: FSDPState) -> Callable[[], None]:
     def _root_post_backward_final_callback() -> None:
         """Reduce what the microbatches accumulated, wait, and register the sharded parameters. Collective.
 
-        Of the whole root, whichever of its states is asked; nothing where nothing is left.
+        It acts on the whole root, whichever of its states is asked. Without gradients left nothing happens.
         """
         owner: Any = state if state.root is None else state.root.owner
         module = owner.modules[0]
@@ -442,7 +442,7 @@ _REFUSED = (
     "_states_to_backward_prefetch",
     "_states_to_forward_prefetch",
 )
-"""Other names of torch's ``FSDPState``."""
+"""Other names of torch's ``FSDPState``, which are refused by name."""
 
 
 _SET_INSTEAD = {

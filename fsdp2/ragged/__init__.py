@@ -1,1 +1,1 @@
-"""Placements with any number of rows on each rank, or of merged dims; their DTensor. `merged_rows` alone knows FSDP."""
+"""Placements with any number of rows per rank, or of merged dims; their DTensor. Only `merged_rows` knows FSDP."""

@@ -1,7 +1,7 @@
 """`RaggedDTensor`: the DTensor that has a `RaggedShard` or a `BlockShard`.
 
-torch's operators, which do not know that placement, are kept away from it (`operators`). Whole tensors, copies, pickles
-and distributed checkpoints are as of any DTensor. Knows nothing of modules and groups.
+torch's operators do not know these placements, and never see them (`operators`). Full tensors, copies, pickles and
+distributed checkpoints work as for any DTensor. This file knows nothing of modules and groups.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from fsdp2.ragged.placement import BlockShard, Box, RaggedShard, RowsPlacement
 
 
 def check_placements(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> int:
-    """The mesh dim that ``placements`` deal out raggedly, for a tensor of ``shape``.
+    """The mesh dim of ``placements`` that has a `RaggedShard` or `BlockShard`, for a tensor of ``shape``.
 
     Raises:
-        FSDPValueError: they do not fit the mesh or the shape, or another mesh dim cuts dim 0 too.
+        FSDPValueError: the placements do not fit the mesh or the shape, or another mesh dim cuts dim 0 too.
     """
     if len(placements) != mesh.ndim:
         raise FSDPValueError(f"{len(placements)} placements, but {mesh} has {mesh.ndim} dims: {list(placements)}.")
@@ -53,10 +53,10 @@ def check_placements(mesh: DeviceMesh, placements: Sequence[Placement], shape: S
 
 
 def refuse_beside_blocks(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], where: str) -> None:
-    """Refuse what cannot lie in the other mesh dims beside a `BlockShard` of a tensor of ``shape``.
+    """Refuse placements in other mesh dims that do not go with a `BlockShard` of a tensor of ``shape``.
 
     Raises:
-        FSDPValueError: it is more than Replicate() and Shard(0) that deal out dim 0 evenly, as of experts.
+        FSDPValueError: one is neither Replicate() nor a Shard(0) that splits dim 0 evenly, as of experts.
     """
     left = shape[0]
     for axis, each in enumerate(placements):
@@ -76,12 +76,12 @@ def refuse_beside_blocks(mesh: DeviceMesh, placements: Sequence[Placement], shap
 class RaggedDTensor(_torch.OwnOperators):
     """A DTensor one of whose placements is a `RaggedShard` or a `BlockShard`.
 
-    Made by `fully_shard`, by ``RaggedDTensor.from_local`` or ``RaggedDTensor.from_whole``. What acts on each element
-    for itself runs on the local tensors: arithmetic, copies, and optimizers such as Adam(W), SGD and Adagrad
-    (single-tensor, foreach and fused), with numbers and with tensors that lie alike. Sums and norms give a partial
-    DTensor. Random numbers are drawn for the whole, of which each rank keeps its rows. Other operators raise
-    `FSDPNotImplementedError`; ``full_tensor()``, ``redistribute(placements=...)`` (all ranks of the mesh must call) and
-    ``to_local()`` lead out. On torch 2.11 and 2.12 autograd differentiates only these three.
+    Made by `fully_shard`, by ``RaggedDTensor.from_local`` or ``RaggedDTensor.from_whole``. Operators that act on each
+    element by itself run on the local tensors: arithmetic, copies, and optimizers such as Adam(W), SGD and Adagrad
+    (single-tensor, foreach and fused), with numbers and with tensors of the same mesh and placements. Sums and norms
+    give a partial DTensor. Random numbers are drawn for the full tensor, of which each rank keeps its rows. Other
+    operators raise `FSDPNotImplementedError`; ``full_tensor()``, ``redistribute(placements=...)`` (all ranks of the
+    mesh must call these two) and ``to_local()`` lead out. On torch 2.11 and 2.12 autograd differentiates only these.
     """
 
     @classmethod
@@ -98,7 +98,7 @@ class RaggedDTensor(_torch.OwnOperators):
     def from_local(  # type: ignore[override]
         local_tensor: torch.Tensor, device_mesh: DeviceMesh, placements: Sequence[Placement], *, shape: Sequence[int]
     ) -> RaggedDTensor:
-        """Over ``local_tensor``, this rank's part of a tensor of ``shape``. No communication; not differentiable.
+        """A DTensor over ``local_tensor``, this rank's part of a tensor of ``shape``. Local; not differentiable.
 
         Raises:
             FSDPValueError: placements, shape and local tensor do not fit each other.
@@ -116,10 +116,10 @@ class RaggedDTensor(_torch.OwnOperators):
     @staticmethod
     @checked()
     def from_whole(whole: torch.Tensor, device_mesh: DeviceMesh, placements: Sequence[Placement]) -> RaggedDTensor:
-        """A copy of this rank's part of ``whole``, which every rank has. No communication; not differentiable.
+        """A DTensor over a copy of this rank's part of ``whole``, which every rank has. Local; not differentiable.
 
         Raises:
-            FSDPValueError: the placements do not fit it.
+            FSDPValueError: the placements do not fit ``whole``.
         """
         check_placements(device_mesh, placements, whole.shape)
         shape, stride = whole.shape, contiguous_stride(whole.shape)
@@ -128,7 +128,7 @@ class RaggedDTensor(_torch.OwnOperators):
         return RaggedDTensor._over(local, spec)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """This rank's rows. Differentiable; the gradient lies as the tensor does, whatever ``grad_placements``."""
+        """This rank's rows. Differentiable; the gradient has the tensor's own placements, not ``grad_placements``."""
         if not torch.is_grad_enabled() or not self.requires_grad:
             return _torch.local_of(self)
         return _ToLocal.apply(self)  # type: ignore[no-any-return,no-untyped-call]
@@ -139,12 +139,12 @@ class RaggedDTensor(_torch.OwnOperators):
         placements: Sequence[Placement] | None = None,
         **options: Any,
     ) -> DTensor:
-        """The same tensor with other ``placements``: torch's, or also a `RaggedShard` or `BlockShard`. Differentiable.
+        """This tensor with other ``placements``: torch's, a `RaggedShard` or a `BlockShard`. Differentiable.
 
-        All ranks of the mesh must call it. Passes through the tensor replicated over the ragged mesh dim.
+        Collective: all ranks of the mesh must call it. In between the tensor is replicated over its ragged mesh dim.
 
         Raises:
-            FSDPValueError: another mesh, or placements that do not fit.
+            FSDPValueError: another mesh is given, or the placements do not fit.
         """
         mesh = _torch.spec_of(self).mesh
         if placements is None or (device_mesh is not None and device_mesh != mesh):
@@ -172,10 +172,10 @@ class RaggedDTensor(_torch.OwnOperators):
         plain = DTensor.__tensor_unflatten__(inner, context, outer_size, outer_stride)
         return RaggedDTensor._over(_torch.local_of(plain), _torch.spec_of(plain), plain.requires_grad)
 
-    # -- torch.distributed.checkpoint, which takes half a second to import
+    # -- for torch.distributed.checkpoint, which is imported late, as that takes half a second
 
     def __create_chunk_list__(self) -> list[Any]:
-        """Where this rank's rows lie in the whole; nothing if it has none (its offset would be another rank's)."""
+        """Where this rank's rows lie in the full tensor. Without rows nothing: the offset would be another rank's."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         if not _torch.local_of(self).numel() and self.numel():
@@ -223,13 +223,13 @@ torch.serialization.add_safe_globals([RaggedShard, BlockShard, RaggedDTensor])
 
 
 class _Dealt(NamedTuple):
-    """How a spec deals out rows.
+    """How a spec splits rows.
 
     Attributes:
-        axis: over which mesh dim.
-        placement: in that dim.
-        shape: of what the other mesh dims leave, whose rows are dealt out.
-        rows: of each rank of the mesh dim.
+        axis: the mesh dim over which they are split.
+        placement: the placement in that mesh dim.
+        shape: the shape that the other mesh dims leave on this rank, whose rows are split.
+        rows: how many rows each rank of the mesh dim has.
     """
 
     axis: int
@@ -250,7 +250,7 @@ class _Dealt(NamedTuple):
 
 
 def _left_by_others(spec: Any) -> Box:
-    """What the mesh dims leave of the whole on this rank, but for the one that deals out rows."""
+    """The part of the full tensor that all mesh dims but the ragged one leave on this rank."""
     box = [(0, size) for size in spec.shape]
     for axis, each in enumerate(spec.placements):
         if isinstance(each, Shard):
@@ -262,7 +262,7 @@ def _left_by_others(spec: Any) -> Box:
 
 
 def boxes_of(spec: Any) -> list[Box]:
-    """Which entries of the whole this rank has: boxes that follow each other in its local tensor; none, maybe."""
+    """The entries of the full tensor that this rank has: boxes that follow each other in its local tensor, or none."""
     dealt, outer = _Dealt.of(spec), _left_by_others(spec)
     boxes = dealt.placement.boxes(dealt.shape, *dealt.run(spec.mesh.get_local_rank(dealt.axis)))
     return [
@@ -272,7 +272,7 @@ def boxes_of(spec: Any) -> list[Box]:
 
 
 def views_of(local: torch.Tensor, boxes: Sequence[Box]) -> list[torch.Tensor]:
-    """The entries of each of ``boxes``, which follow each other in ``local``: views of it."""
+    """Views of ``local``, one for each of ``boxes``, whose entries follow each other there."""
     sizes = [tuple(stop - start for start, stop in box) for box in boxes]
     if len(boxes) == 1 and sizes[0] == tuple(local.shape):
         return [local]
@@ -285,16 +285,16 @@ def _replicated(placements: Sequence[Placement]) -> list[Placement]:
 
 
 def local_part(whole: torch.Tensor, spec: Any) -> torch.Tensor:
-    """This rank's part of ``whole``, which lies as ``spec`` says: a view, if ``whole`` is contiguous."""
+    """This rank's part of ``whole`` under ``spec``: a view, if ``whole`` is contiguous."""
     dealt = _Dealt.of(spec)
     start, stop = dealt.run(spec.mesh.get_local_rank(dealt.axis))
     return dealt.placement.in_rows(chunk_of(whole, spec)).narrow(0, start, stop - start)
 
 
 def _gathered(tensor: DTensor) -> DTensor:
-    """``tensor``, replicated over its ragged mesh dim.
+    """``tensor``, replicated over its ragged mesh dim. Collective over that mesh dim.
 
-    One all-gather of parts as large as the largest; one broadcast, if one rank has everything.
+    One all-gather, in which every rank sends as much as the largest part; one broadcast, if one rank has everything.
     """
     spec, local = _torch.spec_of(tensor), _torch.local_of(tensor)
     dealt = _Dealt.of(spec)
@@ -316,6 +316,7 @@ def _gather_rows(local: torch.Tensor, rows: Sequence[int], mesh: DeviceMesh, axi
     sent = torch.zeros((room, *local.shape[1:]), dtype=local.dtype, device=device)
     sent[: local.shape[0]].copy_(local)
     received = torch.empty((len(rows) * room, *local.shape[1:]), dtype=local.dtype, device=device)
+    # Bytes travel: backends do not know all dtypes.
     if sent.numel() and not local.is_meta:
         wire = received.view(-1).view(torch.uint8), sent.view(-1).view(torch.uint8)
         _torch.all_gather_single(*wire, group=mesh.get_group(axis), async_op=False)
@@ -324,7 +325,7 @@ def _gather_rows(local: torch.Tensor, rows: Sequence[int], mesh: DeviceMesh, axi
 
 
 def _broadcast_rows(local: torch.Tensor, owner: int, mesh: DeviceMesh, axis: int, rows: int) -> torch.Tensor:
-    """A copy of what ``owner`` has, on all ranks: no rank sends or receives more."""
+    """The rows that ``owner`` has, on all ranks: a broadcast sends no padding."""
     device = local.device if local.device.type == mesh.device_type else _mesh_device(mesh)
     whole = torch.empty((rows, *local.shape[1:]), dtype=local.dtype, device=device)
     if mesh.get_local_rank(axis) == owner:
@@ -353,7 +354,7 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> DTensor:  # type: ignore[override]
-        """The gradient, which lies as the tensor did."""
+        """The gradient, with the placements of the tensor."""
         return RaggedDTensor._over(gradient.contiguous(), _torch.spec_with_dtype(ctx.spec, gradient.dtype))
 
 
@@ -373,12 +374,12 @@ class _Gather(torch.autograd.Function):
 class _Deal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: DTensor, placements: tuple[Placement, ...]) -> DTensor:  # type: ignore[override]
-        """This rank's rows of a tensor that is replicated where ``placements`` are ragged."""
+        """This rank's rows of a tensor that is replicated in the mesh dim where ``placements`` are ragged."""
         return _dealt(tensor, placements)
 
     @staticmethod
     def backward(ctx: Any, gradient: RaggedDTensor) -> tuple[DTensor, None]:  # type: ignore[override]
-        """The whole gradient."""
+        """The gradient, replicated over the ragged mesh dim."""
         return _gathered(gradient), None
 
 

@@ -1,4 +1,4 @@
-"""Rows of merged dims: what `fully_shard` makes of a `BlockShard`, this package's or torch's."""
+"""`MergedRows`: what `fully_shard` makes of a `BlockShard`, this package's or torch's."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from fsdp2.ragged.placement import BlockShard, is_block_shard, own_block_shard
 
 @dataclass(frozen=True, slots=True)
 class MergedRows(RowPlacement):
-    """The rows of the leading dims, merged: see `BlockShard`.
+    """A parameter whose leading dims are merged to rows, which are sharded: see `BlockShard`.
 
     Attributes:
-        placement: that was asked for.
-        leading: how many dims; 0 as long as no parameter is known.
+        placement: the placement that was asked for.
+        leading: how many dims are merged; 0 as long as the parameter is not known.
     """
 
     form = "BlockShard.split_leading(shape, k)"
@@ -31,11 +31,11 @@ class MergedRows(RowPlacement):
 
     @property
     def partition_key(self) -> PartitionKey:
-        """The leading dims together."""
+        """The leading dims, as one."""
         return PartitionKey(0, leading=self.leading)
 
     def checked_for(self, parameter: nn.Parameter, fqn: str, mesh: DataParallelMesh) -> Wanted:
-        """This, if something is sharded at all."""
+        """This placement with its number of leading dims; or dim 0, where the mesh shards nothing."""
         try:
             leading = self.placement.leading(parameter.shape)
         except (FSDPValueError, FSDPNotImplementedError) as error:
@@ -51,7 +51,7 @@ class MergedRows(RowPlacement):
         return MergedRows(self.placement, leading)
 
     def refuse_cut(self, parameter: DTensor, where: str) -> None:
-        """Experts may have been dealt out evenly: then the rows of each rank's are."""
+        """Raise if another mesh dim cuts it, except evenly in dim 0 (experts): each rank's part is merged then."""
         where = f"{where}, which is to be {self.placement},"
         refuse_beside_blocks(parameter.device_mesh, parameter.placements, parameter.shape, where)
 

@@ -1,8 +1,8 @@
-"""Which operators run on DTensors whose placement torch does not know, and how: on the local tensors, or not at all.
+"""Which operators run on DTensors whose placements torch does not know: on the local tensors, or not at all.
 
-What acts on each element for itself (arithmetic, optimizers, copies) needs nothing but local tensors that lie alike.
-That is decided by a rule, not by a list: torch's own tag, or a name that begins with ``_foreach_`` or ``_fused_``.
-Norms and sums leave a partial result per rank, as DTensor's do. Everything else is an error that names the remedy.
+Operators that act on each element by itself (arithmetic, optimizers, copies) need only local tensors with the same
+mesh and placements. A rule finds them, not a list: torch's own tag, or a name that begins with ``_foreach_`` or
+``_fused_``. Norms and sums give a partial result per rank, as DTensor's do. All others are errors that say what to do.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _LOCAL = frozenset(
         "zeros_like",
     }
 )
-"""What acts on each element for itself but has no tag that says so."""
+"""Operators that act on each element by itself, but have no tag that says so."""
 
 _NEW = frozenset(
     {"new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "view", "_unsafe_view", "expand"}
 )
-"""What takes a shape; the tensor's own is the only one possible."""
+"""Operators that take a shape, of which only the tensor's own is possible."""
 
 _RANDOM_FILLS = frozenset(
     {
@@ -71,11 +71,11 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], partition: Cal
     """Run the ``OpOverload`` ``func`` on tensors some of which are `_torch.OwnOperators`.
 
     Args:
-        partition: this rank's part of a whole tensor, for a spec.
+        partition: ``(full, spec) -> view`` of this rank's part of a full tensor.
 
     Raises:
-        FSDPNotImplementedError: an operator that needs more than the local tensors.
-        FSDPValueError: tensors that do not lie alike.
+        FSDPNotImplementedError: the operator needs more than the local tensors.
+        FSDPValueError: the tensors differ in shape, mesh or placements.
     """
     name = _torch.operator_name(func)
     if name == "is_same_size":
@@ -107,10 +107,10 @@ _IS_NOT_LOCAL = (
 
 
 def wrapped(local: torch.Tensor, like: DTensor) -> DTensor:
-    """A DTensor of the class and placements of ``like`` over ``local``, of the same shape as its local tensor.
+    """A DTensor over ``local`` with the class and placements of ``like``.
 
     Raises:
-        FSDPNotImplementedError: it is of another.
+        FSDPNotImplementedError: ``local`` does not have the shape of the local tensor of ``like``.
     """
     spec, under = _torch.spec_of(like), _torch.local_of(like)
     if local.shape != under.shape:
@@ -139,10 +139,10 @@ def _run_local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _checked_alike(func: Any, tensors: Sequence[torch.Tensor]) -> DTensor:
-    """The first of ``tensors`` that is no number, if the others lie like it.
+    """The first of ``tensors`` that is ours and no number, if all others have its shape, mesh and placements.
 
     Raises:
-        FSDPValueError: they do not.
+        FSDPValueError: they have not.
     """
     large = [each for each in tensors if each.dim()]
     like = next((each for each in large if isinstance(each, _torch.OwnOperators)), large[0] if large else tensors[0])
@@ -171,7 +171,7 @@ def _lies_like(tensor: torch.Tensor, like: torch.Tensor) -> bool:
 
 
 def _local(value: Any) -> Any:
-    """What the operator gets in the place of ``value``."""
+    """The argument that the operator gets in place of ``value``: the local tensor of a DTensor."""
     if not isinstance(value, DTensor):
         return value
     if any(placement.is_partial() for placement in value.placements):
@@ -194,7 +194,7 @@ def _run_new(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _fill_randomly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], partition: Callable[..., Any]) -> Any:
-    """Random numbers for the whole tensor, of which this rank keeps its rows: what an unsharded tensor would get."""
+    """Draw random numbers for the full tensor, of which this rank keeps its rows, as an unsharded tensor would get."""
     tensors = _tensors(args, kwargs)
     if not isinstance(args[0], _torch.OwnOperators) or len(tensors) > 1:
         raise FSDPNotImplementedError(f"{func} {_IS_NOT_LOCAL} Got {_described(tensors)}.")
@@ -215,7 +215,7 @@ def _is_of_everything(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _reduce(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    """A DTensor () that is still to be summed (or taken the norm of) over the ranks, as DTensor's own result is."""
+    """A partial DTensor of shape (): the sum or norm that is still to be reduced over the ranks, as DTensor's own."""
     tensor = args[0]
     if name == "sum":
         return _partial(func(_local(tensor), *args[1:], **kwargs), tensor, Partial("sum"))
@@ -224,9 +224,9 @@ def _reduce(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _agreed(func: Any, name: str, tensor: torch.Tensor) -> DTensor:
-    """Whether any element, or every one, is true: a replicated DTensor (). Collective: all ranks of the mesh."""
+    """Whether any element is true, or all are: a replicated DTensor of shape (). Collective over the mesh."""
     there, device_type = func(_local(tensor)).to(torch.int32), _torch.spec_of(tensor).mesh.device_type
-    if there.device.type not in ("meta", device_type):  # of host memory
+    if there.device.type not in ("meta", device_type):  # the tensor is offloaded: collectives run on the mesh's device
         there = there.to(device_type)
     number = _partial(there, tensor, Partial("max" if name == "any" else "min"))  # type: ignore[arg-type]
     return number.redistribute(placements=[Replicate()] * number.device_mesh.ndim).to(torch.bool)  # type: ignore[return-value]
@@ -251,7 +251,7 @@ def _partial(number: torch.Tensor, tensor: DTensor, placement: Any) -> DTensor:
 
 
 def _norms(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The norm of each tensor: partial of those that are ours, torch's of the others."""
+    """The norm of each tensor: a partial DTensor for ours, torch's result for others."""
     tensors, *rest = args
     order = rest[0] if rest else kwargs.get("ord", 2)
     placement = _norm_placement(order)
@@ -270,7 +270,7 @@ def _norms(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tor
 
 
 def _run_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Lists are zipped: element i of one meets element i of every other. Only these must lie alike."""
+    """Run an operator on lists: element i of one meets element i of every other, so only these must fit each other."""
     values = [*args, *kwargs.values()]
     lists = [value for value in values if _is_list(value) and value]
     if len({len(each) for each in lists}) > 1:
@@ -292,7 +292,7 @@ def _locals(value: Any) -> Any:
 
 
 def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """What ``GradScaler`` does to gradients: every rank learns whether any had one that is not finite. Collective."""
+    """Unscale gradients as ``GradScaler`` does, and tell every rank whether any is not finite. Collective."""
     tensors, found, *rest = args
     groups = {}
     for tensor in tensors:

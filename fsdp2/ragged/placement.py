@@ -1,9 +1,8 @@
-"""Placements that deal out rows otherwise than torch's ``Shard``: `RaggedShard` and `BlockShard`.
+"""Placements that split rows otherwise than torch's ``Shard``: `RaggedShard` and `BlockShard`.
 
-torch's ``Shard`` deals out rows as ``torch.chunk`` does. Where shards must not cut through a block of rows, or a rank
-holds everything, they do not: `RaggedShard` says how many rows each rank has. veScale-FSDP has the same. Where a stack
-of few matrices is dealt out to many ranks, `BlockShard` deals out the rows of all of them together; torch adds it after
-2.15.
+torch's ``Shard`` splits rows as ``torch.chunk`` does. That will not do if shards must not cut through a block of rows,
+or if one rank holds everything: `RaggedShard` says how many rows each rank has, as in veScale-FSDP. If a stack of few
+matrices is split over many ranks, `BlockShard` splits the rows of all of them together, as in a torch after 2.15.
 
 Three ranks, ``RaggedShard((4, 0, 3))``, a tensor of 7 rows::
 
@@ -28,11 +27,11 @@ from fsdp2.arguments import checked
 from fsdp2.errors import FSDPNotImplementedError, FSDPTypeError, FSDPValueError
 
 Box = tuple[tuple[int, int], ...]
-"""[start, stop) of each dim."""
+"""[start, stop) in each dim."""
 
 
 class RowsPlacement(Placement):
-    """A placement that deals out rows, each rank's following those of the ranks before it. Immutable."""
+    """A placement that splits rows: each rank's rows follow those of the ranks before it. Immutable."""
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{type(self).__name__} is immutable; make another one to change {name}.")
@@ -42,25 +41,25 @@ class RowsPlacement(Placement):
 
     @abstractmethod
     def in_rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor`` with the rows in dim 0: a view, if it is contiguous."""
+        """``tensor`` with its rows in dim 0: a view, if it is contiguous."""
 
     @abstractmethod
     def rows_of_ranks(self, shape: Sequence[int], count: int) -> tuple[int, ...]:
         """How many rows each of ``count`` ranks has of a tensor of ``shape``.
 
         Raises:
-            FSDPValueError: the placement does not fit such a tensor, or so many ranks.
+            FSDPValueError: the placement does not fit such a tensor, or ``count`` ranks.
         """
 
     @abstractmethod
     def boxes(self, shape: Sequence[int], start: int, stop: int) -> list[Box]:
-        """The rows [start, stop) of a tensor of ``shape`` as boxes of it, one after the other."""
+        """The boxes of a tensor of ``shape`` that together are its rows [start, stop), in order."""
 
 
 class RaggedShard(RowsPlacement):
-    """Dim 0 is cut; ``rows[r]`` consecutive rows lie on rank r of the mesh dim, in rank order.
+    """Dim 0 is split: ``rows[r]`` consecutive rows lie on rank r of the mesh dim, in rank order.
 
-    Immutable; equal to another of the same rows.
+    Immutable; equal to another one with the same rows.
 
     Attributes:
         rows: one number for each rank of the mesh dim, 0 allowed; their sum is the tensor's size in dim 0.
@@ -70,11 +69,11 @@ class RaggedShard(RowsPlacement):
 
     @checked()
     def __init__(self, rows: Sequence[int]) -> None:
-        """Check ``rows``.
+        """Check the numbers of rows.
 
         Raises:
-            FSDPTypeError: a number of rows that is no int.
-            FSDPValueError: a negative one, or none at all.
+            FSDPTypeError: a number of rows is no int.
+            FSDPValueError: a number is negative, or there is none.
         """
         super().__init__()
         rows = tuple(rows)
@@ -101,7 +100,7 @@ class RaggedShard(RowsPlacement):
         return tensor
 
     def rows_of_ranks(self, shape: Sequence[int], count: int) -> tuple[int, ...]:
-        """Those that it has."""
+        """Its own ``rows``, if they fit."""
         if len(self.rows) != count or not shape or sum(self.rows) != shape[0]:
             raise FSDPValueError(
                 f"{self} does not fit a tensor of shape {tuple(shape)} over {count} ranks: it must have one number of "
@@ -110,22 +109,22 @@ class RaggedShard(RowsPlacement):
         return self.rows
 
     def boxes(self, shape: Sequence[int], start: int, stop: int) -> list[Box]:
-        """One, of rows of dim 0."""
+        """One box, as rows of dim 0 are contiguous."""
         return [((start, stop), *((0, size) for size in shape[1:]))]
 
 
 class BlockShard(RowsPlacement):
-    """The leading dims are merged to rows, which are dealt out as ``torch.chunk`` does: cuts may fall inside a matrix.
+    """The leading dims are merged to rows, which are split as ``torch.chunk`` does: cuts may fall inside of a matrix.
 
-    Rank r of W has the rows [r * q, (r + 1) * q) of n, where q = ceil(n / W); the last ranks have fewer or none. The
-    local tensor has the shape (rows, elements of a row); the tensor's own is that of the whole. Made by
-    `split_leading`. Immutable; equal to another of the same blocks, of this class or of torch's.
+    Rank r of W has the rows [r * q, (r + 1) * q) of n, with q = ceil(n / W); the last ranks have fewer or none. The
+    local tensor has shape (rows, elements of a row); the DTensor has the shape of the full tensor. Made by
+    `split_leading`. Immutable; equal to another one of the same blocks, of this class or of torch's.
 
-    Other blocks than rows of equal size can be described, but not dealt out.
+    Other blocks than rows of equal size can be described, but `fully_shard` refuses them.
 
     Attributes:
-        block_numels: elements of the blocks that follow each other in memory; (n,): all have n.
-        block_repeats: how often each of them comes; None: once.
+        block_numels: how many elements each block has, in memory order; (n,): all blocks have n.
+        block_repeats: how often each block is repeated; None: each comes once.
     """
 
     block_numels: tuple[int, ...]
@@ -133,11 +132,11 @@ class BlockShard(RowsPlacement):
 
     @checked()
     def __init__(self, block_numels: Sequence[int], block_repeats: Sequence[int] | None = None) -> None:
-        """Check the blocks; equal ones become one.
+        """Check the blocks; several equal ones are stored as one.
 
         Raises:
-            FSDPValueError: no numbers of elements, negative ones, or none but zeros; as many repeats are not given,
-                or one is less than 1; a number that is no int.
+            FSDPValueError: there are no numbers of elements, or negative ones, or only zeros; the repeats are not as
+                many, or one is less than 1; a number is no int.
         """
         super().__init__()
         numels = tuple(block_numels)
@@ -156,10 +155,10 @@ class BlockShard(RowsPlacement):
     @staticmethod
     @checked()
     def split_leading(shape: Sequence[int], k: int) -> BlockShard:
-        """For the rows of the first ``k`` dims of a tensor of ``shape``, merged: each has prod(shape[k:]) elements.
+        """The placement for the first ``k`` dims of a tensor of ``shape``, merged: rows have prod(shape[k:]) elements.
 
         Raises:
-            FSDPValueError: ``k`` is 1, which is what ``Shard(0)`` does, or no number of dims of ``shape``; the sizes of
+            FSDPValueError: ``k`` is 1, for which there is ``Shard(0)``, or no number of dims of ``shape``; the sizes of
                 the dims behind the first are all 1, or one is 0.
         """
         sizes = tuple(shape)
@@ -173,11 +172,11 @@ class BlockShard(RowsPlacement):
         return placement
 
     def leading(self, shape: Sequence[int]) -> int:
-        """How many leading dims of a tensor of ``shape`` are merged: the fewest that leave one block behind them.
+        """How many leading dims of a tensor of ``shape`` are merged: the fewest whose entries are one block each.
 
         Raises:
-            FSDPValueError: one; the elements of the blocks do not fit.
-            FSDPNotImplementedError: the blocks are none of these.
+            FSDPValueError: it is one, for which there is ``Shard(0)``.
+            FSDPNotImplementedError: the blocks are no rows of merged leading dims.
         """
         sizes = tuple(shape)
         if len(self.block_numels) == 1 and sizes:
@@ -194,7 +193,7 @@ class BlockShard(RowsPlacement):
         )
 
     def is_block_shard(self) -> bool:
-        """True: as of torch's."""
+        """True. torch's class has this method too."""
         return True
 
     def __eq__(self, other: object) -> bool:
@@ -211,17 +210,17 @@ class BlockShard(RowsPlacement):
         return BlockShard, (self.block_numels, self.block_repeats)
 
     def in_rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        """(rows, elements of a row)."""
+        """``tensor`` as (rows, elements of a row)."""
         return tensor.reshape(-1, self.block_numels[0])
 
     def rows_of_ranks(self, shape: Sequence[int], count: int) -> tuple[int, ...]:
-        """As ``torch.chunk`` would have it."""
+        """The numbers of rows that ``torch.chunk`` would give each rank."""
         size = math.prod(tuple(shape)[: self.leading(shape)])
         rows = -(-size // count)
         return tuple(max(0, min(rows, size - rank * rows)) for rank in range(count))
 
     def boxes(self, shape: Sequence[int], start: int, stop: int) -> list[Box]:
-        """A few: parts of the first and of the last matrix, and what lies between."""
+        """A few boxes: parts of the first and of the last matrix, and what lies between."""
         k = self.leading(shape)
         behind = tuple((0, size) for size in tuple(shape)[k:])
         return [(*box, *behind) for box in _boxes_of_run(tuple(shape)[:k], start, stop)]
@@ -232,7 +231,7 @@ def _are_ints(values: tuple[Any, ...], least: int) -> bool:
 
 
 def is_block_shard(placement: object) -> bool:
-    """Whether ``placement`` is a `BlockShard`, of this package or of a torch that has it: told by name and fields."""
+    """Whether ``placement`` is a `BlockShard`, this package's or a later torch's, which name and fields tell."""
     return (
         isinstance(placement, Placement)
         and any(kind.__name__ == "BlockShard" for kind in type(placement).__mro__)
@@ -247,19 +246,19 @@ def _blocks_of(placement: Any) -> tuple[tuple[int, ...], tuple[int, ...] | None]
 
 
 def own_block_shard(placement: Any) -> BlockShard:
-    """A placement that `is_block_shard`, of this package."""
+    """This package's `BlockShard` for a ``placement`` that `is_block_shard`."""
     return placement if isinstance(placement, BlockShard) else BlockShard(*_blocks_of(placement))
 
 
 def _boxes_of_run(sizes: tuple[int, ...], start: int, stop: int) -> list[Box]:
-    """The entries [start, stop), counted row-major, of a tensor of ``sizes``, as boxes, one after the other."""
+    """The entries [start, stop) of a tensor of ``sizes``, in row-major order, as boxes that follow each other."""
     if start >= stop:
         return []
     if len(sizes) == 1:
         return [((start, stop),)]
     inner = math.prod(sizes[1:])
-    first, last = -(-start // inner), stop // inner  # whole entries of the first dim
-    if first > last:  # inside of one
+    first, last = -(-start // inner), stop // inner  # the full entries of the first dim in the run
+    if first > last:  # the run lies inside of one entry
         return _inside(sizes, last, start, stop)
     boxes = _inside(sizes, first - 1, start, first * inner)
     if first < last:

@@ -1,5 +1,5 @@
-"""`make_graphed_step`: a whole training step as one graph of the device.
+"""`make_graphed_step`: a full training step as one graph of the device.
 
-`recording` is how a device records and replays, `fixed` what a recorded step has taken from the host for good, and
-`step` what users call.
+`recording` is how a device records and replays a graph. `fixed` holds what a recorded step has read on the host once
+and for all. `step` is what users call.
 """

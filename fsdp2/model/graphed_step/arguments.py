@@ -1,7 +1,7 @@
-"""What a graphed step takes and returns: tensors, which are copied, among plain values, which stay what they were.
+"""What a graphed step takes and returns: tensors, which are copied, and plain values, which must stay the same.
 
-A graph has read the tensors of its recording, and knows no others. So each tensor must lie where it can be replaced;
-and what is no tensor must be the same in each call, which is seen by its text, or of objects by which object it is.
+A graph has read the tensors of its recording, and knows no others. So each tensor must lie where it can be replaced.
+What is no tensor must be the same in each call: plain values are compared as text, other objects by their identity.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from fsdp2.errors import FSDPValueError
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, slice, range)
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _LOOKED_AT = (nn.Module, Optimizer)
-"""Hold tensors, and are the same ones in each call. What changes in them is looked at elsewhere."""
+"""Classes of objects that hold tensors and are the same in each call. `Fixed` looks at what changes in them."""
 
 
 def described(tree: Any, what: str = "was given") -> str:
-    """``tree`` as text, shapes and dtypes in the place of tensors: equal where a graph takes one for the other.
+    """``tree`` as text, with shapes and dtypes in place of tensors: equal texts can use the same graph.
 
-    ``what`` the step does with it, for messages.
+    ``what``: what the step does with it, for messages.
 
     Raises:
-        FSDPValueError: something in it would be, in each replay, what it was in the recording.
+        FSDPValueError: a replay would use the value of the recording for something in it.
     """
 
     def leaf(value: Any) -> str:
@@ -66,7 +66,7 @@ def _value(value: Any, what: str) -> str:
 
 
 def static(given: torch.Tensor, device: torch.device, known: list[torch.Tensor]) -> torch.Tensor:
-    """Where the recorded step reads an argument; added to ``known``."""
+    """A tensor of its own for an argument, where the recorded step reads it; added to ``known``."""
     refuse_differentiable(given)
     own = given.detach().clone() if is_dtensor(given) else given.detach().to(device).clone()
     known.append(own)
@@ -74,10 +74,10 @@ def static(given: torch.Tensor, device: torch.device, known: list[torch.Tensor])
 
 
 def refuse_differentiable(given: torch.Tensor) -> None:
-    """A graph gives no gradient of an argument back.
+    """Refuse an argument that requires a gradient: a graph does not give one back.
 
     Raises:
-        FSDPValueError: one is expected.
+        FSDPValueError: ``given`` requires one.
     """
     if given.requires_grad:
         raise FSDPValueError(
@@ -87,5 +87,5 @@ def refuse_differentiable(given: torch.Tensor) -> None:
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Whether it has placements."""
+    """Whether ``tensor`` has placements."""
     return hasattr(tensor, "placements")

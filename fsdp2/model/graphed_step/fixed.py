@@ -1,7 +1,7 @@
-"""`Fixed`: what a recorded step has taken from the host for good, so that a replay would not notice that it changed.
+"""`Fixed`: what a recorded step has read on the host once and for all, so that a replay would not notice a change.
 
-Kernels have been launched with numbers and addresses. What may change between two replays is looked at before each, and
-a change is an error that names it: a replay that went on would train something else.
+Kernels were launched with numbers and addresses. Whatever may change between two replays is looked at before each. A
+change is an error that names it: a replay that went on would train something else.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from fsdp2.core.state import FSDPState
 from fsdp2.core.structure import Structure
 
 Found = tuple[tuple[str, ...], Any]
-"""Words that say together what something is, and it. (They are joined only where it has changed.)"""
+"""Words that say what something is, and the thing itself. (The words are joined only if it has changed.)"""
 
 
 _OF_THE_GRAPH = object()
-"""Stands for a tensor that each replay makes or fills by itself."""
+"""Stands for a tensor that each replay makes or fills itself."""
 
 
 class Fixed:
-    """What modules, optimizers and settings are now. Holds the tensors that the graph reads and writes: their memory.
+    """The state of modules, optimizers and settings. Keeps the tensors alive that the graph reads and writes.
 
     Args:
-        modules: and all below them.
-        states: of the sharded ones.
-        optimizers: that the step steps.
-        device: of the graph.
+        modules: the roots; all modules below them count.
+        states: the states of the sharded ones among them.
+        optimizers: the optimizers that the step steps.
+        device: the device of the graph.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class Fixed:
         self._is_recorded = False
         self._denominators = list(self._read_denominators())
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        self._names = [[name for name in group if name != "params"] for group in groups]  # a scheduler may add to them
+        self._names = [[name for name in group if name != "params"] for group in groups]  # schedulers may add names
         self._tensors = list(self._read_tensors())
         self._addresses = _addresses(self._tensors)
         self._facts = list(self._read_facts())
 
     def take_denominators(self) -> None:
-        """The step was recorded. What it has set itself to divide by is the graph's, whatever is set later."""
+        """The step was recorded: denominators that it has set itself belong to the graph, whatever is set later."""
         pairs = zip(self._denominators, self._read_denominators(), strict=True)
         self._denominators = [
             (words, before if before is after else _OF_THE_GRAPH) for (words, before), (_, after) in pairs
@@ -71,13 +71,14 @@ class Fixed:
         self._is_recorded = True
 
     def change(self) -> str | None:
-        """What has changed since; None: nothing has."""
+        """What has changed since, as text; None if nothing has."""
         for (words, before), (_, after) in zip(self._stepped, self._read_stepped(), strict=True):
             if list(map(len, before)) != list(map(len, after)) or not _are_same(chain(*before), chain(*after)):
                 return f"{_text(words)} are others"
         for (words, before), (_, after) in zip(self._denominators, self._read_denominators(), strict=True):
             if self._is_recorded and before is not after and before is not _OF_THE_GRAPH:
                 return f"{_text(words)} is another tensor"
+        # Identity first, then addresses: a tensor that was replaced has a clearer message than one that moved.
         tensors = list(self._read_tensors())
         if len(tensors) != len(self._tensors) or not _are_same(*map(_values, (tensors, self._tensors))):
             return self._replaced(tensors)
@@ -96,7 +97,7 @@ class Fixed:
         return None
 
     def _read_tensors(self) -> Iterator[Found]:
-        """Those that the graph has the addresses of."""
+        """The tensors whose addresses the graph has."""
         for path, module in self._modules:
             for name, parameter in module._parameters.items():
                 if parameter is not None:
@@ -115,7 +116,7 @@ class Fixed:
                 yield ("the hyperparameter of", which, name), value
 
     def _read_stepped(self) -> Iterator[tuple[tuple[str, ...], list[list[torch.Tensor]]]]:
-        """What each optimizer steps, by its groups."""
+        """What each optimizer steps, by its parameter groups."""
         for optimizer in self._optimizers:
             yield (
                 ("the parameters of", type(optimizer).__name__),
@@ -123,7 +124,7 @@ class Fixed:
             )
 
     def _read_denominators(self) -> Iterator[Found]:
-        """Tensors that gradients are divided by: a step may make a new one each time, inside of the graph."""
+        """The tensors that gradients are divided by. A step may make a new one each time, inside of the graph."""
         for state in self._states:
             for group in state.unit:
                 found = group.settings.denominator
@@ -131,11 +132,11 @@ class Fixed:
                 yield ("the denominator of set_gradient_reduction() of", group.name), found
 
     def _is_read_by_kernels(self, value: Any) -> bool:
-        """Whether a hyperparameter may change in place; of tensors elsewhere, kernels are given the number."""
+        """Whether ``value`` may change in place: kernels read it. A tensor elsewhere was passed to them as a number."""
         return isinstance(value, torch.Tensor) and value.device.type == self._device.type
 
     def _read_facts(self) -> Iterator[Found]:
-        """What was asked on the host, and is asked no more."""
+        """What the step has asked on the host, and a replay does not ask again."""
         for path, module in self._modules:
             yield ("whether it trains, of module", path), module.training
             for name, parameter in module._parameters.items():
@@ -159,7 +160,7 @@ class Fixed:
                 yield which, name, group.get(name)
 
     def _moved_module(self) -> str | None:
-        """A submodule that is not where it was; of one that is new, the graph knows nothing."""
+        """A submodule that is not where it was, or one that is new, of which the graph knows nothing."""
         places = _places(self._roots)
         for place, module in self._places.items():
             if places.get(place) is not module:
@@ -175,9 +176,9 @@ class Fixed:
 
 
 class Kept:
-    """What a recording may change on the host, though nothing of it is executed on the device.
+    """What a recording may change on the host, though nothing of it runs on the device.
 
-    Buffers of ``modules``, and of ``optimizers`` the state and the hyperparameters.
+    These are buffers of ``modules``, and states and hyperparameters of ``optimizers``.
     """
 
     def __init__(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
@@ -187,7 +188,7 @@ class Kept:
         self._hyperparameters = [(group, dict(group)) for group in groups]
 
     def put_back(self) -> None:
-        """As it was when this was made."""
+        """Restore what there was when this was made."""
         for mapping, before in (*self._buffers, *self._hyperparameters):
             mapping.clear()
             mapping.update(before)
@@ -197,7 +198,7 @@ class Kept:
 
 
 def host_state(optimizers: Sequence[Optimizer], device: torch.device) -> list[Found]:
-    """What a step of ``optimizers`` on ``device`` counts on the host: a replay counts no further."""
+    """What a step of ``optimizers`` on ``device`` counts on the host, where a replay does not count on."""
     found: list[Found] = []
     for optimizer in optimizers:
         for state in optimizer.state.values():
@@ -211,7 +212,7 @@ def host_state(optimizers: Sequence[Optimizer], device: torch.device) -> list[Fo
 
 
 def _difference(before: Any, after: Any) -> str | None:
-    """How what is ``after`` is not ``before``; of settings, the fields that differ, but for denominators."""
+    """How ``after`` differs from ``before``; in settings, which field does. Denominators are not compared."""
     if before is after or isinstance(before, torch.Tensor) or isinstance(after, torch.Tensor):
         return None
     if not dataclasses.is_dataclass(before) or type(before) is not type(after):
@@ -232,7 +233,7 @@ def _values(found: Sequence[Found]) -> list[Any]:
 
 
 def _places(roots: Sequence[nn.Module]) -> dict[tuple[int, str], nn.Module]:
-    """All modules by the root that they are below of, and their path there: each as often as it is there."""
+    """All modules by the index of their root and their path below it, each as often as it is there."""
     return {
         (index, path): module
         for index, root in enumerate(roots)

@@ -10,26 +10,26 @@ import torch
 
 
 class Recording(Protocol):
-    """One graph. Another may share its memory, if the two are never replayed at the same time."""
+    """One graph. Another one may use its memory, if the two are never replayed at the same time."""
 
     pool: Any
-    """Where memory that is allocated while it records comes from: what `OF_DEVICES` takes."""
+    """The pool of the memory that is allocated during recording; `OF_DEVICES` takes it for another graph."""
 
     def warm_up(self) -> AbstractContextManager[object]:
-        """What runs inside, runs as it will when it is recorded: on the same stream."""
+        """Inside, run things as they run while a graph is recorded: on the same stream."""
 
     def record(self, run: Callable[[], None]) -> None:
         """Record what ``run`` launches. Nothing of it is executed."""
 
     def replay(self) -> None:
-        """Launch it on the current stream."""
+        """Launch the graph on the current stream."""
 
     def close(self) -> None:
-        """Let go of what was recorded, if anything was: it is not replayed any more."""
+        """Free the graph, if one was recorded: it is not replayed any more."""
 
 
 class CudaRecording:
-    """A CUDA graph, of a side stream."""
+    """A CUDA graph, recorded on a side stream."""
 
     def __init__(self, device: torch.device, pool: Any) -> None:
         self.pool = torch.cuda.graph_pool_handle() if pool is None else pool
@@ -38,7 +38,7 @@ class CudaRecording:
         self._graph = torch.cuda.CUDAGraph()
 
     def warm_up(self) -> AbstractContextManager[object]:
-        """On the side stream, after and before what the current one does."""
+        """Inside, the side stream is current. It waits for the present stream first, which waits for it at the end."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         block = ExitStack()
@@ -47,7 +47,7 @@ class CudaRecording:
         return block
 
     def record(self, run: Callable[[], None]) -> None:
-        """Other threads, such as a loader's, may go on: what they do is not recorded, and no error."""
+        """Record in the mode "thread_local": other threads, such as a loader's, may go on, and are not recorded."""
         graph = torch.cuda.graph(self._graph, pool=self.pool, stream=self._stream, capture_error_mode="thread_local")
         with torch.cuda.device(self._device):
             current = torch.cuda.current_stream(self._device)
@@ -55,18 +55,18 @@ class CudaRecording:
                 with graph:
                     run()
             finally:
-                torch.cuda.set_stream(current)  # which torch leaves undone where the end of a recording fails
+                torch.cuda.set_stream(current)  # torch does not, if the end of a recording fails
 
     def replay(self) -> None:
-        """On the current stream of the device."""
+        """Launch the graph on the current stream of its device."""
         with torch.cuda.device(self._device):
             self._graph.replay()
 
     def close(self) -> None:
-        """NCCL does not end a communicator before all graphs are gone that hold a collective of it."""
+        """Free the graph: NCCL does not end a communicator while a graph holds a collective of it."""
         with torch.cuda.device(self._device):
             self._graph.reset()
 
 
 OF_DEVICES: dict[str, Callable[[torch.device, Any], Recording]] = {"cuda": CudaRecording}
-"""By types of devices: makes a `Recording` on a device, with the memory of an earlier one or None."""
+"""For each type of device, what makes a `Recording` on it, with the memory of an earlier one or None."""

@@ -35,7 +35,7 @@ def make_graphed_step(
     warm_up: int = 3,
     pool: Any = None,
 ) -> GraphedStep:
-    """``step`` as a graph of the device: called like it, it costs the host one launch in the place of thousands.
+    """``step`` as a graph of the device: called like it, it costs the host one launch instead of thousands.
 
         >>> lr = torch.tensor(3e-4, device="cuda")  # a scheduler writes into it
         >>> optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True, capturable=True)
@@ -50,36 +50,36 @@ def make_graphed_step(
         >>> for tokens, targets in batches:
         ...     loss = step(tokens, targets)
 
-    The first ``warm_up`` calls run ``step`` as it is, so that everything has been made that is made once. The next one
-    records it, and that call and all later ones replay the recording. Each call is one step on what it is given: its
-    inputs are copied to where the recorded step reads them, and what it returns are copies of the recorded outputs,
-    which stay as they are.
+    The first ``warm_up`` calls run ``step`` as it is, so that everything has been made that is made once. The next call
+    records it, and that call and all later ones replay the recording. Each call is one step on its arguments: they are
+    copied to where the recorded step reads them, and it returns copies of the recorded outputs, which no later call
+    changes.
 
-    The addresses of a step must repeat. So the memory for communication is kept from use to use from now on
+    A replay uses the addresses of the recording. So from now on memory for communication is kept from use to use
     (``set_communication_memory_pool(True)``; before torch 2.13 ``set_keep_unsharded_storage(True)``), for ever.
 
-    What the host decides is decided once. Before each replay it is compared with what was recorded, and a difference is
-    an error: other shapes, dtypes or plain values among the arguments; hyperparameters that are no tensors; settings;
-    ``training``; ``requires_grad``; tensors that were replaced or moved. What cannot be seen is the caller's: Python
-    code inside of ``step`` does not run again, so counters, prints and branches stay as they were. Between two calls
-    anything may run: evaluation, checkpoints, steps of other shapes by the plain function.
+    What the host decides is decided once. Before each replay it is compared with the recording, and a difference is an
+    error: other shapes, dtypes or plain values among the arguments; hyperparameters that are no tensors; settings;
+    ``training``; ``requires_grad``; tensors that were replaced or moved. The caller must mind what cannot be seen:
+    Python code inside of ``step`` does not run again, so counters, prints and branches stay as they were. Between two
+    calls anything may run: evaluation, checkpoints, steps of other shapes by the plain function.
 
-    Collective: all ranks of the meshes must call it, and each of its results, as they would call ``step``.
+    Collective: all ranks of the meshes must call this, and then the result, as they would call ``step``.
 
     Args:
-        step: does forward, backward, and what else belongs to a step, with nothing that waits for the device
-            (``.item()``, ``print`` of a tensor). It leaves no gradients: it ends with ``zero_grad()``. It takes and
-            returns tensors, or lists, tuples, dicts and dataclasses of them, and plain values.
-        module: the root of what it trains; several, if it is about several.
-        optimizer: that it steps, with ``capturable=True`` if there is such an argument; several, or none.
-        warm_up: how many calls run as they are, at least 1.
-        pool: `GraphedStep.pool` of another one, whose memory this one uses too: of validation, for one. They must not
-            be replayed at the same time.
+        step: a function that does forward, backward, and whatever else belongs to a step, but nothing that waits for
+            the device (``.item()``, ``print`` of a tensor). It ends with ``zero_grad()``, so it leaves no gradients. It
+            takes and returns tensors, or lists, tuples, dicts and dataclasses of them, and plain values.
+        module: the root that the step trains, or several.
+        optimizer: the optimizer that it steps, with ``capturable=True`` if it has this argument; several, or none.
+        warm_up: how many calls run ``step`` as it is, at least 1.
+        pool: `GraphedStep.pool` of another graphed step, for example of validation, whose memory this one shall use
+            too. The two must not be replayed at the same time.
 
     Raises:
-        FSDPTypeError, FSDPValueError: another kind of argument.
-        FSDPRuntimeError: nothing at or below ``module`` is sharded, or it is not the root. From a call: the step cannot
-            be recorded, or a replay would not do what ``step`` does; nothing has been stepped then.
+        FSDPTypeError, FSDPValueError: an argument is of another kind.
+        FSDPRuntimeError: nothing at or below ``module`` is sharded, or it is not the root. Raised by a call: the step
+            cannot be recorded, or a replay would not do what ``step`` does. Nothing has been stepped then.
         FSDPNotImplementedError: the device records no graphs, or parameters or gradients are offloaded.
     """
     if not callable(step):
@@ -105,7 +105,7 @@ def make_graphed_step(
 
 
 class GraphedStep:
-    """What `make_graphed_step` makes; called like the step that it was given."""
+    """What `make_graphed_step` makes; call it like the step that it was given."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class GraphedStep:
 
     @property
     def pool(self) -> Any:
-        """Where the graph's memory comes from; for ``make_graphed_step(..., pool=...)`` of another one."""
+        """The pool of the graph's memory; for ``make_graphed_step(..., pool=...)`` of another step."""
         return self._recording.pool
 
     @property
@@ -139,17 +139,17 @@ class GraphedStep:
         return self._fixed is not None
 
     def reset(self) -> None:
-        """Give the graph up: the next calls warm up and record again, with what has changed. Also after `close`."""
+        """Give the graph up: the next calls warm up and record again, with what has changed. Allowed after `close`."""
         self.close()
         self._recording = self._make()
         self._is_closed = False
 
     def close(self) -> None:
-        """Let go of the graph, and of what it reads and writes, before process groups are destroyed.
+        """Free the graph, and forget what it reads and writes, before process groups are destroyed.
 
-        NCCL does not end a communicator before all graphs are gone that hold a collective of it: with one that is still
-        there, ``destroy_process_group()`` waits for ever. What is open when the program ends is closed then. Closing
-        what is closed does nothing; a call afterwards is an error, unless `reset` comes before it.
+        NCCL does not end a communicator while a graph holds a collective of it: ``destroy_process_group()`` would wait
+        for ever. At the end of the program open graphed steps are closed. A second close does nothing; a call
+        afterwards is an error, unless `reset` comes before it.
         """
         if not self._is_closed:
             self._is_closed = True
@@ -162,14 +162,15 @@ class GraphedStep:
         self._arguments = ""
         self._written: tuple[list[FSDPParamGroup], list[torch.Tensor]] = [], []
         self._parameters: list[torch.Tensor] = []
-        self._own: tuple[Any, Any] = (), {}  # kept: objects among the arguments are known by their identity
+        # The recorded step's own arguments. They stay alive, as objects among them are recognized by their identity.
+        self._own: tuple[Any, Any] = (), {}
         self._inputs: list[torch.Tensor] = []
         self._outputs: Any = None
-        self._raised: list[Exception] = []  # while the step was recorded: at most one
+        self._raised: list[Exception] = []  # what the step raised while it was recorded: at most one
 
     @_torch_compiler.stays_outside("a graphed step is a graph already")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """One step. Returns what the step does, detached.
+        """Do one step. Returns what the step returns, detached.
 
         Raises:
             FSDPRuntimeError, FSDPValueError: see `make_graphed_step`.
@@ -199,16 +200,17 @@ class GraphedStep:
         failure: BaseException | None = None
         try:
             fixed, own_args, own_kwargs = self._prepare(args, kwargs)
-        except Exception as error:  # other ranks are told, and it is raised below
+        except Exception as error:  # other ranks are told first; `_refuse` raises it
             failure = error
         self._refuse(failure, None)
+        # An exchange would be recorded now, so the other ranks learn of an error after the recording has ended.
         kept = Kept(self._modules, self._optimizers)
         try:
             counted, versions = host_state(self._optimizers, self._device), self._versions()
             self._recording.record(lambda: self._run(own_args, own_kwargs))
             complaint = self._complaint(fixed, counted)
         except Exception as error:
-            failure = self._raised[0] if self._raised else error  # a graph that is ended early raises something else
+            failure = self._raised[0] if self._raised else error  # ending a graph early raises another error
             complaint = f"{type(failure).__name__}: {failure}"
         except BaseException:
             self._abandon(kept)
@@ -222,12 +224,12 @@ class GraphedStep:
         self._fixed = fixed
 
     def _prepare(self, args: Any, kwargs: Any) -> tuple[Fixed, Any, Any]:
-        """What the recorded step reads: arguments of its own. Parameters rest, as they do before each replay."""
+        """Copy the arguments to where the recorded step reads them. Parameters come to rest, as before each replay."""
         self._find()  # again: modules may have changed since
         self._settle()
         for state in self._states:
             state.adopt_replaced()
-        free_cleared_gradients(self._groups)  # whose memory others would have by the time of a replay
+        free_cleared_gradients(self._groups)  # else others might get this memory before a replay writes into it
         of_modules = (parameter for module in self._modules for parameter in module.parameters())
         of_optimizers = (each for one in self._optimizers for group in one.param_groups for each in group["params"])
         self._parameters = list({id(each): each for every in (of_modules, of_optimizers) for each in every}.values())
@@ -239,11 +241,11 @@ class GraphedStep:
         return Fixed(self._modules, self._states, self._optimizers, self._device), *self._own
 
     def _refuse(self, failure: BaseException | None, complaint: str | None) -> None:
-        """Collective: no rank replays a step that another could not record.
+        """Let no rank replay a step that another one could not record. Collective.
 
         Raises:
-            FSDPRuntimeError: on all ranks, if one has a failure or a complaint; one that came before the recording is
-                raised as it is.
+            FSDPRuntimeError: on all ranks, if one has a failure or a complaint. A failure of this rank that came before
+                the recording is raised as it is.
         """
         said = complaint or (None if failure is None else f"{type(failure).__name__}: {failure}")
         others = self._of_others(said)
@@ -255,18 +257,18 @@ class GraphedStep:
             ) from failure
 
     def _of_others(self, said: str | None) -> str | None:
-        """How ranks differ. All of them compare over every mesh."""
+        """How the ranks differ, or None. Collective over every mesh."""
         difference, *_ = compared_over(self._meshes, lambda _: str(said), "whether a step was recorded")
         return f"The ranks differ:\n{difference}" if difference else None
 
     def _find(self) -> None:
-        """What is sharded, and over which ranks."""
+        """Look up what is sharded, and over which ranks."""
         self._states = states_below_all(self._modules)
         self._groups = list(dict.fromkeys(group for state in self._states for group in state.unit))
         self._meshes = list(dict.fromkeys(group.mesh for group in self._groups))
 
     def _settle(self) -> None:
-        """Parameters rest, sharded: so each replay begins. Compute has waited for all other streams then."""
+        """Bring parameters to rest, sharded, as each replay begins. Compute has waited for all other streams then."""
         for state in self._states:
             state.quiesce()
 
@@ -278,7 +280,7 @@ class GraphedStep:
             raise
 
     def _complaint(self, fixed: Fixed, counted: list[Found]) -> str | None:
-        """Why the recording does not do what the step does. ``counted``: the `host_state` of before."""
+        """Why the recording does not do what the step does. ``counted``: `host_state` before the recording."""
         for before, now in zip(counted, host_state(self._optimizers, self._device), strict=False):
             if before != now:
                 which, name = now[0]
@@ -297,12 +299,12 @@ class GraphedStep:
         return None
 
     def _abandon(self, kept: Kept) -> None:
-        """Let go of what the recording has left: nothing of it was executed."""
+        """Undo on the host what the recording has done, of which nothing ran on the device."""
         self.reset()
         kept.put_back()
         roots = dict.fromkeys(state.root for state in self._states if state.root is not None)
         for root in roots:
-            root.leave_recording()  # first, as what follows waits for what is under way
+            root.leave_recording()  # first: later calls wait for what is under way, and its events never happen
         for module in self._modules:
             module.zero_grad()
         for optimizer in self._optimizers:
@@ -311,10 +313,10 @@ class GraphedStep:
             recover_if_failed(root)
 
     def _refuse_unready(self) -> None:
-        """Before the recording.
+        """Refuse, before the recording, what cannot be part of a graph.
 
         Raises:
-            FSDPRuntimeError: something could not be part of a graph.
+            FSDPRuntimeError: there is such a thing.
         """
         _refuse_below_roots([each for module in self._modules for each in _topmost(module)])
         for optimizer in self._optimizers:
@@ -329,14 +331,14 @@ class GraphedStep:
             raise FSDPRuntimeError(f"before a step is recorded, {held}.")
 
     def _has_gradients(self) -> bool:
-        """Whether there are gradients, delivered or not."""
+        """Whether there are gradients, in ``.grad`` or waiting for a reduction."""
         if any([group.reducer.owes_gradients() for group in self._groups]):
             return True
         with _torch.plain_attributes():
             return any([parameter.grad is not None for parameter in self._parameters])
 
     def _held_gradient(self) -> str | None:
-        """What an earlier step has left where the graph writes."""
+        """A message, if somebody holds a gradient of an earlier step that lies where the graph writes."""
         for group in self._groups:
             for bucket in group.reducer.buckets:
                 buffer = bucket.delivered
@@ -353,11 +355,11 @@ class GraphedStep:
     # -- a replay
 
     def _versions(self) -> tuple[list[tuple[int, int]], list[tuple[torch.Tensor, int]]]:
-        """By which it is seen what is written: of groups, and of parameters and buffers that are not sharded."""
+        """Counters that show what is written: one for each group, and one for each other parameter and buffer."""
         sharded = {id(param.sharded) for group in self._groups for param in group.params}
         of_modules = (each for module in self._modules for each in (*module.parameters(), *module.buffers()))
         every = {id(each): each for each in (*of_modules, *self._parameters) if id(each) not in sharded}
-        others = [each for each in every.values() if not each.is_inference()]  # whose writes nobody counts
+        others = [each for each in every.values() if not each.is_inference()]  # inference tensors count no writes
         return [group.written() for group in self._groups], [(each, each._version) for each in others]
 
     def _writes_since(self, versions: Any) -> tuple[list[FSDPParamGroup], list[torch.Tensor]]:
@@ -366,14 +368,14 @@ class GraphedStep:
         return groups, [tensor for tensor, before in of_others if tensor._version != before]
 
     def _note_writes(self) -> None:
-        """A backward whose forward was before the replay must not take for unwritten what a replay writes."""
+        """Count a replay's writes, so that a backward whose forward came before it is refused."""
         groups, others = self._written
         for group in groups:
             group.note_write()
         torch.autograd.graph.increment_version(others)
 
     def _fill(self, given: Iterable[torch.Tensor]) -> None:
-        """Copy what is given to where the graph reads it."""
+        """Copy the arguments to where the graph reads them."""
         with torch.no_grad():
             for own, value in zip(self._inputs, given, strict=True):
                 own.copy_(value)
@@ -410,7 +412,7 @@ _LIVE: weakref.WeakSet[GraphedStep] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """The program ends, and with it process groups."""
+    """Close what is open when the program ends, before process groups do."""
     for graphed in list(_LIVE):
         graphed.close()
 
@@ -433,7 +435,7 @@ def _refuse_offloaded(groups: Sequence[FSDPParamGroup]) -> None:
 
 
 def _keep_addresses(modules: Sequence[nn.Module]) -> None:
-    """Let the memory for communication be the same in each step."""
+    """Let memory for communication have the same addresses in each step."""
     roots = [each for module in modules for each in _topmost(module)]
     _refuse_below_roots(roots)
     for root in roots:

@@ -1,20 +1,20 @@
-"""`MemoryPool`: memory that one buffer has given back and the next one takes, so that nothing is allocated in between.
+"""`MemoryPool`: memory that one buffer gives back and the next one takes, so that nothing is allocated in between.
 
 [Note: memory that moves]
 A buffer of the engine is a storage that has memory only while it is needed (`buffers.Resizable`); tensors on it are
-made once and stay. The pool does not share storages: it moves memory from one into another, which is one exchange of
-pointers. A storage whose memory has moved on has none, exactly as if it had been freed. So a tensor that somebody has
-kept (a weight of a module that was resharded) never shows what the memory holds next, and a buffer that is dropped
-while it has memory, by an exception or with its group, takes the memory with it: the pool has lost it, nothing else.
+made once and stay. The pool does not share storages: it moves memory from one into another, by an exchange of pointers.
+A storage whose memory has moved on has none, exactly as if it had been freed. So a tensor that somebody has kept (a
+weight of a module that was resharded) never shows what the memory holds next. A buffer that is dropped while it has
+memory, by an exception or with its group, takes the memory with it: the pool loses that memory, and nothing breaks.
 
-Memory that may still be read is never given back: who gives it back has waited, as before freeing. All memory of a pool
-is used on one stream, or ordered after it, like memory that an allocator gets back: [Note: streams and lifetimes].
+Memory that may still be read is never given back: the caller has waited first, as before freeing. All memory of a pool
+is used on one stream, or ordered after it, as with an allocator: [Note: streams and lifetimes].
 
-Sizes are exact, and of several pieces the one of the lowest address is taken, so a step that takes and gives back in
-the same order as the one before has the same addresses. Of each size the pool keeps as many pieces as were in use at
-the same time in the last two steps that reduced gradients, see `trim`; and never, all sizes and idle memory included,
-more than `SLACK` times what was in use at once. (A model with many groups of different sizes comes to that limit, and
-allocates; one of equal blocks stays well below.)
+Sizes are exact, and among several pieces of a size the one of the lowest address is taken. So a step that takes and
+gives back in the same order as the one before has the same addresses. The pool keeps as many pieces of each size as
+were in use at the same time in the last two steps that reduced gradients, see `trim`; and never, all sizes and idle
+memory included, more than `SLACK` times what was in use at once. (A model with many groups of different sizes comes to
+that limit, and allocates; one of equal blocks stays well below.)
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ SLACK = 3.0
 
 @dataclass(slots=True)
 class _Size:
-    """Memory of one size.
+    """Pieces of memory of one size.
 
     Attributes:
-        used: pieces in use.
-        most: at the same time, since the last `MemoryPool.trim`.
+        used: how many pieces are in use.
+        most: how many were in use at the same time since the last `MemoryPool.trim`.
         before: ``most`` of the step before that.
         idle: pieces that are not in use, a heap by address.
     """
@@ -49,11 +49,11 @@ class _Size:
 
 
 class MemoryPool(Arena):
-    """Idle memory on one device, of buffers that are used on one stream.
+    """Idle memory on one device, for buffers that are used on one stream.
 
     Attributes:
-        used_bytes: of buffers that were filled from here and not drained yet.
-        allocations: how often there was nothing that fits.
+        used_bytes: the bytes of buffers that were filled from here and not drained yet.
+        allocations: how often no idle piece had the size that was asked for.
     """
 
     def __init__(self) -> None:
@@ -65,10 +65,10 @@ class MemoryPool(Arena):
         self._empty: list[torch.UntypedStorage] = []
         self._is_open = True
         self._is_held = False
-        self._lost: list[torch.UntypedStorage] = []  # since then
+        self._lost: list[torch.UntypedStorage] = []  # dropped with their memory since `hold`
 
     def empty(self, numel: int, *, dtype: torch.dtype, device: torch.device, taken: list[Resizable]) -> torch.Tensor:
-        """On memory of the pool, that goes back when what is ``taken`` is freed."""
+        """(numel,) on memory of the pool, which gets it back when the buffer added to ``taken`` is freed."""
         storage = torch.UntypedStorage(0, device=device)
         self.fill(storage, numel * dtype.itemsize)
         flat = torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (numel,), (1,))  # type: ignore[call-overload]
@@ -76,7 +76,7 @@ class MemoryPool(Arena):
         return flat
 
     def fill(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """From what is idle, if some is of this size."""
+        """Give ``storage`` an idle piece of this size; allocate if there is none."""
         if not nbytes:
             return
         size = self._sizes.get(nbytes)
@@ -89,7 +89,9 @@ class MemoryPool(Arena):
         if size.idle:
             _, holder = heapq.heappop(size.idle)
             _torch.swap_memory(storage, holder)
-            if not holder.nbytes():  # else Ctrl-C came between an earlier exchange and the note of it
+            # Else Ctrl-C came after an earlier exchange and before `Resizable` noted it: `holder` got that memory,
+            # and takes it along when it is dropped.
+            if not holder.nbytes():
                 self._empty.append(holder)
         else:
             self._shrink(self._limit_bytes())
@@ -97,7 +99,7 @@ class MemoryPool(Arena):
             self.allocations += 1
 
     def drain(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Keep it, see `trim`."""
+        """Take the memory of ``storage`` and keep it for the next buffers, see `trim`."""
         if not nbytes:
             return
         self._count_out(nbytes)
@@ -110,11 +112,11 @@ class MemoryPool(Arena):
 
     @property
     def idle_bytes(self) -> int:
-        """Kept for the next buffers."""
+        """The bytes that are kept for the next buffers."""
         return sum(nbytes * len(size.idle) for nbytes, size in self._sizes.items())
 
     def forget(self, nbytes: int, storage: torch.UntypedStorage) -> None:
-        """It is not there to be taken again. A captured graph may write it, so it is not freed then."""
+        """Count out a buffer that was dropped with its memory. If a captured graph may write it, keep it alive."""
         if nbytes:
             self._count_out(nbytes)
             if self._is_held:
@@ -125,15 +127,15 @@ class MemoryPool(Arena):
         self._sizes[nbytes].used -= 1
 
     def hold(self) -> None:
-        """Neither trim nor shrink any more: what is idle may be where a captured graph writes."""
+        """Stop trimming and shrinking: captured graphs may write to idle memory."""
         self._is_held = True
 
     def is_held_elsewhere(self) -> bool:
-        """Whether anybody but the pool holds what it has lost since then."""
+        """Whether anybody else holds memory of a buffer that was dropped since `hold`: a graph may write it."""
         return any(_torch.storage_use_count(storage) > 1 for storage in self._lost)
 
     def trim(self) -> None:
-        """Keep as much as this step, or the one before, needed."""
+        """Free idle memory beyond what this step, or the one before, needed."""
         if self._is_held:
             return
         for nbytes, size in list(self._sizes.items()):
@@ -147,12 +149,12 @@ class MemoryPool(Arena):
         self._before_bytes, self._most_bytes = self._most_bytes, self.used_bytes
 
     def close(self) -> None:
-        """Keep nothing, now and of what comes back later."""
+        """Free all idle memory, and from now on what comes back too."""
         self._is_open = False
         self._shrink(0)
 
     def idle_storages(self) -> list[torch.UntypedStorage]:
-        """For those who count it."""
+        """The storages of idle memory, for memory statistics."""
         return [holder for size in self._sizes.values() for _, holder in size.idle]
 
     def _limit_bytes(self) -> float:
@@ -166,7 +168,7 @@ class MemoryPool(Arena):
             self._drop(max(nbytes for nbytes, size in self._sizes.items() if size.idle))
 
     def _drop(self, nbytes: int) -> None:
-        """Free an idle piece: that of the highest address."""
+        """Free the idle piece of the highest address, as `fill` takes the lowest first."""
         idle = self._sizes[nbytes].idle
         idle.remove(max(idle, key=lambda piece: piece[0]))
         heapq.heapify(idle)

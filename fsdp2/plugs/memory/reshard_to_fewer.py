@@ -1,7 +1,7 @@
-"""`PostForwardShards`: where parameters rest between forward and backward if they are resharded to fewer ranks.
+"""`PostForwardShards`: the shards between forward and backward, if parameters are resharded to fewer ranks.
 
-Each of them keeps a larger part of every parameter, so that the all-gather in backward stays among neighbours: more
-memory for less communication over slow links.
+Each of these neighbours keeps a larger part of every parameter, so that the all-gather in backward stays among them:
+more memory for less communication over slow links.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _SMALLER: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, int], DeviceMesh]
 def smaller_mesh(mesh: DataParallelMesh, size: int) -> DataParallelMesh:
     """The mesh of groups of ``size`` neighbours in ``mesh``, for resharding to fewer ranks after forward.
 
-    Makes process groups, once per process group of ``mesh`` and size: all ranks must call this, also those of other
-    slices of the mesh that ``mesh`` is a slice of. The dims of that which are not data parallel follow in the mesh that
-    the result is a slice of.
+    Makes process groups, once for each process group of ``mesh`` and size. All ranks must call this, also those of
+    other slices of the mesh that ``mesh`` is a slice of. Its dims that are not data parallel become the last dims of
+    the mesh that the result is a slice of.
 
     Raises:
         FSDPNotImplementedError: ``mesh`` is a slice with flattened dims.
@@ -56,13 +56,14 @@ def smaller_mesh(mesh: DataParallelMesh, size: int) -> DataParallelMesh:
 
 def _neighbours(mesh: DeviceMesh, size: int) -> DeviceMesh:
     root, names = _torch.root_mesh(mesh), mesh.mesh_dim_names
-    if root is None or root.size() == mesh.size():  # all of them see the same ranks
+    if root is None or root.size() == mesh.size():  # `mesh` has all ranks, so nothing else is to be sliced
         return DeviceMesh(mesh.device_type, mesh.mesh.view(-1, size), mesh_dim_names=("replicate", "shard"))
     if names is None or root.mesh_dim_names is None or any(name not in root.mesh_dim_names for name in names):
         raise FSDPNotImplementedError(
             f"reshard_after_forward as an int is not supported on {mesh}, of which a dim was flattened from several of "
             f"{root}; pass True or False."
         )
+    # The new mesh has all ranks of the root mesh, as every rank must take part when process groups are made.
     others = [name for name in root.mesh_dim_names if name not in names]
     order = [root.mesh_dim_names.index(name) for name in (*names, *others)]
     ranks = root.mesh.permute(order).reshape(-1, size, *(root.size(index) for index in order[len(names) :]))
@@ -74,12 +75,12 @@ class PostForwardShards:
     """The parts of a group's parameters that this rank keeps between forward and backward.
 
     Attributes:
-        mesh: of the neighbours; also replicated over all such neighbourhoods.
-        gather: from the parts to the unsharded buffers; None before `prepare`.
+        mesh: the neighbours, as shard dim; the neighbourhoods are its replicate dim.
+        gather: the all-gather from these shards into the unsharded buffers; None before `prepare`.
     """
 
     def __init__(self, whole: DataParallelMesh, size: int) -> None:
-        """Rest on ``size`` neighbours of ``whole``. Makes process groups: all ranks must call, see `smaller_mesh`."""
+        """Shard over ``size`` neighbours of ``whole``. Makes process groups: all ranks call it, see `smaller_mesh`."""
         self.mesh = smaller_mesh(whole, size)
         self.gather: Gather | None = None
         self._sources: list[Source] = []
@@ -89,7 +90,7 @@ class PostForwardShards:
         self._versions: list[tuple[int, int]] = []
 
     def prepare(self, buffers: Sequence[DtypeBuffers], device: torch.device, allocate: Allocate | None) -> None:
-        """Lay out the parts, left without memory, and the parameters on them. The unsharded buffers have memory."""
+        """Lay out these shards, without memory, and the parameters on them. The unsharded buffers must have memory."""
         self._parts, self._copies, self._params, self._sources = [], [], [], []
         for each in buffers:
             layout = layout_over(each.layout, self.mesh.shard_size, each.plan.param_dtype.itemsize)
@@ -111,12 +112,13 @@ class PostForwardShards:
         self.free()
 
     def let_go(self) -> None:
-        """Forget the buffers, until the next `prepare`. Nothing rests here."""
+        """Forget the buffers until the next `prepare`. No parameter is sharded here now."""
         self._parts, self._copies, self._params, self._sources, self._versions = [], [], [], [], []
         self.gather = None
 
     def gather_with(self, allocate: Allocate | None, device: torch.device) -> None:
-        """Gather so from now on, as `gather_between` says. The unsharded buffers have memory."""
+        """Make the all-gather anew, with buffers from ``allocate``. The unsharded buffers must have memory."""
+        # Making the gather takes views of the shards, which need memory for as long.
         empty = [part for part in self._parts if not part.storage.nbytes()]
         for part in empty:
             part.allocate()
@@ -132,9 +134,10 @@ class PostForwardShards:
         return parameter_at_offset(local, spec, requires_grad=sharded.requires_grad)
 
     def take(self) -> None:
-        """Copy this rank's parts out of the unsharded buffers. On the current stream, which has read them.
+        """Copy this rank's shards out of the unsharded buffers. On the current stream, that of compute.
 
-        The gather from the parts follows: the unsharded buffers are freed next, for which it waits in any case.
+        The all-gather of backward needs no wait for these copies: its stream frees the unsharded buffers next, and
+        waits for compute before it does.
         """
         for part in self._parts:
             part.allocate()
@@ -153,14 +156,14 @@ class PostForwardShards:
         ]
 
     def changed(self) -> FSDPParam | None:
-        """A parameter that was written while it rested here, if there is one. After `take`."""
+        """A parameter that was written since `take`, while it was sharded here; None if there is none."""
         for param, before, now in zip(self._params, self._versions, self._current_versions(), strict=True):
             if before != now:
                 return param
         return None
 
     def free(self) -> None:
-        """Free the parts, once they have been gathered."""
+        """Free these shards, once backward has gathered them."""
         for part in self._parts:
             part.free()
 
@@ -168,9 +171,9 @@ class PostForwardShards:
 def _rests_on(
     sharding: Sharding, partition: Partition, neighbours: DeviceMesh
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """Mesh and placements of a parameter of ``sharding`` that rests on ``neighbours``, of dims (groups, neighbours).
+    """Mesh and placements of a parameter of ``sharding`` between forward and backward.
 
-    ``partition``: how it is dealt out over the neighbours.
+    ``partition``: how it is sharded over the second dim of ``neighbours``, (groups, neighbours).
     """
     spec, names, size = sharding.unsharded_spec, neighbours.mesh_dim_names, neighbours.size(1)
     alone = (Replicate(), placement_of(partition, size))
@@ -187,12 +190,13 @@ def _rests_on(
 
 
 def layout_over(layout: BufferLayout, world_size: int, itemsize: int) -> BufferLayout:
-    """The same unsharded buffer, sharded over fewer ranks: a divisor of ``layout.world_size``.
+    """The layout of the same unsharded buffer, sharded over ``world_size`` ranks: a divisor of ``layout.world_size``.
 
-    What several ranks own, one has then.
+    One rank then owns what several owned before.
     """
     moved: dict[int, Slot] = {}
     offset = packed_numel = 0
+    # Packed slots come first, then direct ones, each kind in the order of the unsharded buffer.
     for wanted in (False, True):
         for index, slot in sorted(enumerate(layout.carried), key=lambda pair: pair[1].unsharded_offset):
             if slot.direct is wanted:

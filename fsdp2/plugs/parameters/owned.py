@@ -1,7 +1,7 @@
-"""Which rank owns a matrix: `Owned`, the placement, and `balanced_owners`, which deals out the matrices of a model.
+"""Which rank owns a matrix: `Owned`, the placement, and `balanced_owners`, which chooses owners for a model's matrices.
 
-Optimizers such as Muon and Shampoo compute with whole matrices. A parameter that is owned lives whole on one rank,
-where its gradient arrives whole. That rank steps it without communication; the next all-gather tells the others.
+Optimizers such as Muon and Shampoo compute with full matrices. An owned parameter lives unsharded on one rank, and its
+full gradient arrives there. That rank steps it without communication; the next all-gather sends it to the others.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from fsdp2.errors import FSDPTypeError, FSDPValueError
 @checked_class(rank=ANYTHING)
 @dataclass(frozen=True, slots=True)
 class Owned(RowPlacement):
-    """What a ``shard_placement_fn`` returns for a parameter that is to live whole on one rank.
+    """What a ``shard_placement_fn`` returns for a parameter that is to live unsharded on one rank.
 
-    Its DTensor has all rows on that rank, 0 rows on the others; so have its gradient and its optimizer's state.
+    Its DTensor has all rows on that rank and 0 rows on the others; so have its gradient and its optimizer state.
 
     Attributes:
-        rank: in the mesh dim that is sharded over, from 0.
+        rank: the owner, counted from 0 in the mesh dim that is sharded over.
 
     Raises:
-        FSDPValueError: not an int, or negative.
+        FSDPValueError: ``rank`` is not an int, or is negative.
     """
 
     form = "Owned(rank)"
@@ -44,11 +44,11 @@ class Owned(RowPlacement):
 
     @property
     def partition_key(self) -> PartitionKey:
-        """One rank has all rows."""
+        """Dim 0, all rows of which one rank has."""
         return PartitionKey(0, owner=self.rank)
 
     def checked_for(self, parameter: nn.Parameter, fqn: str, mesh: DataParallelMesh) -> Wanted:
-        """This, if something is sharded at all."""
+        """This placement; or dim 0, as for unsharded parameters, where the mesh shards nothing."""
         if parameter.dim() == 0:
             raise FSDPValueError(
                 f"parameter '{fqn}' has no dims, and cannot be {self}: every rank keeps the whole of it; return None."
@@ -63,7 +63,7 @@ class Owned(RowPlacement):
         return self
 
     def refuse_cut(self, parameter: DTensor, where: str) -> None:
-        """Whatever cuts it leaves no rank the whole."""
+        """Raise if tensor parallelism cuts ``parameter``: no rank could own all of it."""
         if _torch.local_of(parameter).shape != parameter.shape:
             raise FSDPValueError(
                 f"{where} is to be {self}, but is cut by tensor parallelism ({list(parameter.placements)} on "
@@ -92,10 +92,11 @@ def newton_schulz_flops(parameter: nn.Parameter) -> float:
 
 
 def assign_ranks(groups: Sequence[Sequence[float]], world_size: int) -> list[list[int]]:
-    """A rank for each item of each group, given what the items cost.
+    """Choose a rank for each item of each group, given what the items cost.
 
-    Within a group, longest first, to the hand that has least (Graham, 1969: at most 4/3 of the best). Then the heaviest
-    hand goes to the rank that has least so far. Ties go to the earlier item, hand and rank.
+    Within a group, items go to ``world_size`` hands, the most expensive first, each to the hand that has least so far
+    (Graham, 1969: at most 4/3 of the best). Then the heaviest hand goes to the rank that has least of the groups
+    before, and so on. Ties go to the earlier item, hand and rank, so all ranks compute the same.
     """
     totals = [0.0] * world_size
     dealt = []
@@ -124,37 +125,37 @@ def balanced_owners(
     cost: Cost = newton_schulz_flops,
     select: Select | None = None,
 ) -> Callable[[nn.Parameter], Owned | None]:
-    """A ``shard_placement_fn`` that gives each matrix of ``module`` an owner, and all ranks equal work.
+    """A ``shard_placement_fn`` that gives each matrix of ``module`` an owner, so that all ranks have equal work.
 
         >>> owners = fsdp2.balanced_owners(model.blocks, mesh, units=model.blocks)
         >>> for block in model.blocks:
         ...     fully_shard(block, mesh=mesh, shard_placement_fn=owners)
         >>> fully_shard(model, mesh=mesh, shard_placement_fn=owners)
 
-    Two things are balanced. Within a group, the rank that owns most sets what every rank sends and the room that the
-    unsharded buffer has for each rank. Over the model, the rank that owns most is the one that the optimizer's step
-    waits for. So each group's matrices are dealt out, the most expensive first, each to the rank that has least of this
-    group; and of these hands the heaviest goes to the rank that has least of the groups before. Ties go to the first:
-    the result is the same on all ranks, without communication, if the model and ``cost`` are.
+    Two things are balanced. Within a group, the rank that owns most decides what every rank sends, and what room the
+    unsharded buffer has for each rank. Over the model, the optimizer's step waits for the rank that owns most. So
+    each group's matrices are split into one share per rank: the most expensive matrix first, each to the share that
+    has least. Then the heaviest share goes to the rank that has least of the groups before. Ties go to the first. The
+    result is the same on all ranks, without communication, if the model and ``cost`` are.
 
     Call it before `fully_shard`. The answers are noted on the parameters: they outlive `unwrap`, not ``copy.deepcopy``,
     and a second call on the same parameters replaces them.
 
     Args:
-        module: whose matrices get owners; or parameters, which then form one group. A ``ModuleList`` will do.
+        module: a module whose matrices get owners, or parameters, which then form one group. A ``ModuleList`` is fine.
         mesh: what `fully_shard` is called with: of one dim, or (replicate, shard).
         units: what `fully_shard` will be called on, in that order: modules, or lists of modules that form one group.
-            What lies in none of them is a group of its own, the last. Without it all matrices count as one group.
-        cost: of one parameter: a number, 0 or more. ``torch.numel`` balances memory rather than work.
-        select: ``(name, parameter) -> bool``: which parameters get owners. Default: trainable ones of 2 dims, and of 3
-            (stacks of matrices, as of experts), of no ``nn.Embedding``, that are no DTensors.
+            Matrices that lie in none of them form a last group. Without ``units`` all matrices form one group.
+        cost: the cost of one parameter: a number, 0 or more. ``torch.numel`` balances memory rather than work.
+        select: ``(name, parameter) -> bool``: which parameters get owners. Default: trainable parameters of 2 dims, and
+            of 3 (stacks of matrices, such as experts), but none of an ``nn.Embedding`` and no DTensors.
 
     Returns:
         A function of a parameter: `Owned`, or None for those that keep the default placement.
 
     Raises:
-        FSDPTypeError: not a module, parameters, a mesh or a function.
-        FSDPValueError: a mesh of more dims, a cost that is no number, a selected parameter that cannot have an owner.
+        FSDPTypeError: an argument is not a module, parameters, a mesh or a function.
+        FSDPValueError: the mesh has more dims, a cost is no number, or a selected parameter cannot have an owner.
     """
     world_size = _ranks(mesh)
     named = _named_parameters(module)
@@ -168,6 +169,7 @@ def balanced_owners(
             selected = bool(select(name, parameter))
         if selected:
             chosen[parameter] = name
+        # An earlier call's answer goes, also from parameters that this call does not select.
         parameter.__dict__.pop(_MARK, None)
     groups = _grouped(chosen, units)
     costs = [[_checked_cost(cost, parameter, chosen[parameter]) for parameter in group] for group in groups]
@@ -181,7 +183,7 @@ _MARK = "_fsdp_owner"
 
 
 def noted_owner(parameter: nn.Parameter) -> Owned | None:
-    """The owner that `balanced_owners` has noted on ``parameter``, if it has."""
+    """The owner that `balanced_owners` has noted on ``parameter``; None without one."""
     noted: Owned | None = getattr(parameter, _MARK, None)
     return noted
 
@@ -217,7 +219,7 @@ def _of_embeddings(module: nn.Module | Iterable[nn.Parameter]) -> set[int]:
 
 
 def _grouped(chosen: Iterable[nn.Parameter], units: StepTargets) -> list[list[nn.Parameter]]:
-    """The chosen parameters, each in the first unit that has it; the others last."""
+    """The chosen parameters, each in the first unit that has it; those of no unit form the last group."""
     left = dict.fromkeys(chosen)
     groups = []
     for unit in units:

@@ -18,13 +18,13 @@ from fsdp2.errors import FSDPTypeError, FSDPValueError
 class RowBlocks(RowPlacement):
     """What a ``shard_placement_fn`` may return: shard dim 0 so that no block of ``rows`` rows is cut.
 
-    Of n rows there are ``ceil(n / rows)`` blocks, the last one maybe short; each of W ranks has ``ceil(blocks / W)`` of
-    them, the last ranks fewer or none. Where ``torch.chunk`` deals out the rows alike the sharded parameter is the
-    DTensor with ``Shard(0)`` that it always is, else a `RaggedDTensor` with a `RaggedShard`. Every rank keeps room for
-    as many rows as rank 0 has, so there should be at least as many blocks as ranks.
+    n rows make ``ceil(n / rows)`` blocks, the last one maybe short. Each of W ranks has ``ceil(blocks / W)``, the last
+    ranks fewer or none. Where ``torch.chunk`` would give every rank the same rows, the sharded parameter is the
+    usual DTensor with ``Shard(0)``, else a `RaggedDTensor` with a `RaggedShard`. Every rank keeps room for as many rows
+    as rank 0 has, so there should be at least as many blocks as ranks.
 
     Attributes:
-        rows: of a block, at least 1.
+        rows: the rows of a block, at least 1.
 
     Raises:
         FSDPTypeError: ``rows`` is no int.
@@ -46,13 +46,13 @@ class RowBlocks(RowPlacement):
         return PartitionKey(0, block_rows=self.rows)
 
     def checked_for(self, parameter: nn.Parameter, fqn: str, mesh: DataParallelMesh) -> Wanted:
-        """This, of any parameter that has rows."""
+        """This placement, for any parameter that has rows."""
         if not parameter.dim():
             raise FSDPValueError(f"parameter '{fqn}' has no dims, so no rows that {self} could keep together.")
         return self
 
     def refuse_cut(self, parameter: DTensor, where: str) -> None:
-        """What cuts dim 0 may cut a block."""
+        """Raise if tensor parallelism cuts dim 0 of ``parameter``: it may have cut a block."""
         mesh = parameter.device_mesh
         for axis, placement in enumerate(parameter.placements):
             if cuts(placement, 0) and mesh.size(axis) > 1:

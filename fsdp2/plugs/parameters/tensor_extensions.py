@@ -1,22 +1,22 @@
 """Parameters whose tensors gather themselves: ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
 
-A tensor subclass (float8, quantized) may send something else than its values: its first method returns what this rank
-sends, its second makes the unsharded tensor of what arrived. The contract is torch's, and looked up on the local tensor
-of the sharded parameter at lazy initialization::
+A tensor subclass (float8, quantized) may send something else than its values. Its first method returns what this rank
+sends, its second makes the unsharded tensor from what has arrived. The contract is torch's. The methods are looked up
+on the local tensor of the sharded parameter at lazy initialization::
 
     def fsdp_pre_all_gather(self, mesh) -> (inputs, metadata)
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy) -> (inputs, metadata)
     def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None) -> (unsharded, inner_tensors) | None
 
-An input is a tensor, joined with the other ranks' along the dim that the parameter is sharded in; or an
-`AllGatherInput`, which has a dim and a size of its own. Every rank must send inputs of the same sizes: those of short
-ranks are padded by the extension. The first time
-``out`` is None, and the inner tensors are what the unsharded tensor needs to stay alive; their memory is freed and
-given back around each use. From then on ``out`` is that unsharded tensor, to be filled in place.
+An input is a tensor, which is joined with the other ranks' along the dim that the parameter is sharded in, or an
+`AllGatherInput`, which has a dim and a size of its own. Every rank must send inputs of the same sizes, so an extension
+pads those of ranks with fewer rows. The first time ``out`` is None, and ``inner_tensors`` are the tensors that the
+unsharded tensor lies on; their memory is freed and given back around each use. Later ``out`` is that unsharded tensor,
+to be filled in place.
 
 Where a group reshards to fewer ranks after forward, each of them keeps a slice of what has arrived (a "rest") and the
-metadata. Before backward the rests are gathered among these ranks, and the second method is called again; the first
-is not, so that backward computes with what the forward computed with, whatever was written in between.
+metadata. Before backward the rests are gathered among these ranks, and the second method is called again. The first
+is not called, so backward computes with the values of the forward, whatever was written in between.
 """
 
 from __future__ import annotations
@@ -46,20 +46,21 @@ _RELEASES = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 
 @dataclass(frozen=True, eq=False)
 class AllGatherInput:
-    """One of the inputs that ``fsdp_pre_all_gather`` returns, where it is not joined as the parameter is.
+    """An input that ``fsdp_pre_all_gather`` returns, if it is not joined along the dim that the parameter is cut in.
 
-    The class that torch has by this name (after 2.15) is taken for it.
+    torch's class of this name (after 2.15) is accepted in its place.
 
     Attributes:
-        tensor: what this rank sends; of the same shape and dtype on every rank. From call to call its shape may change
-            (backward may need another layout than forward), not its number of elements.
-        dim: of ``tensor``, along which those of the ranks are joined in their order; negative ones count from the end.
-            A tensor of no dims counts as one of one element.
-        output_size: as what ``fsdp_post_all_gather`` sees the joined tensor; of as many elements. None: as it is.
+        tensor: what this rank sends, of the same shape and dtype on every rank. Its shape may change from call to call
+            (backward may need another layout than forward), its number of elements may not.
+        dim: the dim of ``tensor`` along which the ranks' inputs are joined, in rank order; negative dims count from the
+            end. A tensor of no dims counts as one of one element.
+        output_size: the size in which ``fsdp_post_all_gather`` sees the joined tensor, of as many elements; None: as
+            joined.
 
     Raises:
-        FSDPTypeError: not a tensor.
-        FSDPValueError: a dim that the tensor does not have.
+        FSDPTypeError: ``tensor`` is not a tensor.
+        FSDPValueError: ``tensor`` does not have this ``dim``.
     """
 
     tensor: torch.Tensor
@@ -76,13 +77,13 @@ class AllGatherInput:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """How an input looks, the same on every rank. In every call it has as many elements of the same dtype.
+    """The form of an input, the same on every rank. All calls have as many elements, of the same dtype.
 
     Attributes:
-        size: of what one rank sends.
-        dtype: of it.
-        dim: along which the ranks' are joined.
-        output_size: of the whole, as the extension sees it; None: as it is joined.
+        size: the size of what one rank sends.
+        dtype: its dtype.
+        dim: the dim along which the ranks' inputs are joined.
+        output_size: the size in which the extension sees the joined tensor; None: as joined.
     """
 
     size: torch.Size
@@ -95,11 +96,11 @@ class _Form:
         return f"{tuple(self.size)} in {self.dtype}, along dim {self.dim}{whole}"
 
     def is_as_large_as(self, other: _Form) -> bool:
-        """Whether it lies in the memory that was made for ``other``."""
+        """Whether an input of this form fits the memory that was made for ``other``."""
         return self.dtype == other.dtype and self.size.numel() == other.size.numel()
 
     def joined(self, world_size: int) -> torch.Size:
-        """The size of the whole."""
+        """The size of the joined tensor."""
         if self.output_size is not None:
             return self.output_size
         size = self.size
@@ -107,7 +108,7 @@ class _Form:
 
 
 def is_extended(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` gathers itself, or lies in no flat buffer, as tensor subclasses do."""
+    """Whether ``tensor`` gathers itself, or cannot lie in a flat buffer: any tensor subclass."""
     return hasattr(tensor, _PRE) or hasattr(tensor, _POST) or is_subclass(tensor)
 
 
@@ -116,8 +117,8 @@ def check_extension(tensor: torch.Tensor, partition: Partition, world_size: int,
 
     Raises:
         FSDPTypeError: one of the two methods is missing, or takes other arguments.
-        FSDPNotImplementedError: the parameter is owned, of merged dims, has no dims, is not contiguous, or is cut
-            unevenly behind dim 0.
+        FSDPNotImplementedError: the parameter is owned, has merged dims or no dims, is not contiguous, or is cut
+            unevenly in another dim than 0.
     """
     if partition.owner is not None or partition.leading > 1:
         how = (
@@ -159,17 +160,18 @@ def _cut_dim(param: FSDPParam) -> int:
 
 @dataclass(slots=True)
 class _Extended:
-    """One parameter that gathers itself, and what is known of its gathers.
+    """One parameter that gathers itself, and the state of its gathers.
 
     Attributes:
-        forms: of the inputs that every rank has sent last; None before the first gather.
-        outputs: flat, (world_size * n,) for each input; freed between uses.
-        inner: what the extension says its unsharded tensor lies on.
-        metadata: what it passes from before to after the gather.
-        is_made: the unsharded tensor exists.
-        rests: of each output, the slice of this rank among its neighbours; freed when the group is sharded again.
-        rest_metadata: what goes with them.
-        releases: the extension needs the outputs no more once it has made the unsharded tensor.
+        forms: the forms of the inputs that every rank has sent last; None before the first gather.
+        outputs: a flat (world_size * n,) buffer for each input, freed between uses.
+        aliases: the same memory as tensors through which the engine writes.
+        inner: the tensors that the unsharded tensor lies on, as the extension says.
+        metadata: what the first method has returned for the second one.
+        is_made: whether the unsharded tensor exists.
+        rests: this rank's slice, among its neighbours, of each output; freed when the group is sharded again.
+        rest_metadata: the metadata that belongs to the rests.
+        releases: whether the extension can do without the outputs once it has made the unsharded tensor.
     """
 
     param: FSDPParam
@@ -185,10 +187,10 @@ class _Extended:
 
 
 class _Staged:
-    """Tensors of any dtypes in one buffer: what one member of a collective carries. Allocates, and copies them there.
+    """Tensors of any dtypes, copied into one buffer, which one member of a collective sends.
 
     Attributes:
-        members: none if there is nothing to send.
+        members: this member; empty if there is nothing to send.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], mesh: DataParallelMesh, allocate: Allocate | None) -> None:
@@ -198,6 +200,7 @@ class _Staged:
             offset = byte_start(offset, nbytes, tensor.element_size())
             self._places.append((offset, nbytes))
             offset += nbytes
+        # One dtype travels as it is, several as bytes.
         dtypes = {tensor.dtype for tensor in tensors}
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
         world_size, numel = mesh.shard_size, padded_row(offset, 1) // dtype.itemsize
@@ -215,7 +218,7 @@ class _Staged:
         self.members: list[Transfer] = [(on_the_wire(staging), on_the_wire(send))] if numel else []
 
     def copy_out(self, outputs: Sequence[torch.Tensor], outers: Sequence[int]) -> None:
-        """Move what has arrived to the flat ``outputs``: ranks alternate ``outer`` times, where a later dim is cut."""
+        """Copy what has arrived to the flat ``outputs``. Where a later dim is cut, ranks alternate ``outer`` times."""
         world_size = self._arrived.shape[0]
         for output, outer, (start, nbytes) in zip(outputs, outers, self._places, strict=True):
             if nbytes:
@@ -224,7 +227,7 @@ class _Staged:
 
 
 def _without_padding(unsharded: torch.Tensor, param: FSDPParam) -> torch.Tensor:
-    """The first rows (or what else is cut) of what an extension has made."""
+    """The parameter without the padding in the dim that is cut."""
     if unsharded.is_contiguous():  # subclasses know this operator, as torch's own calls it
         return torch.as_strided(unsharded, param.shape, contiguous_stride(param.shape), 0)
     dim = _cut_dim(param)
@@ -238,16 +241,16 @@ def _listed(forms: Sequence[_Form]) -> str:
 def _take_as_it_is(
     outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-    """In the place of ``fsdp_post_all_gather``: what has arrived is the parameter, and lies where it lay before."""
+    """In place of ``fsdp_post_all_gather``: what has arrived is the parameter, always in the same memory."""
     return (outputs[0], ()) if out is None else None
 
 
 class ExtensionGather:
-    """The all-gather of those parameters of a group that gather themselves: one more packed member.
+    """The all-gather of those parameters of a group that gather themselves: one more packed member of its collective.
 
     Attributes:
         params: these parameters.
-        allocate: where the buffers come from, if the all-gather says it.
+        allocate: allocates the buffers of a custom all-gather; None: torch does.
         keeps_memory: whether `free` leaves the unsharded tensors their memory.
     """
 
@@ -265,10 +268,10 @@ class ExtensionGather:
             each.releases = bool(release()) if release is not None else False
 
     def begin(self) -> list[Transfer]:
-        """Ask the extensions what to send, and lay it out in one buffer. Collective the first time.
+        """Ask the extensions for their inputs, and copy them into one buffer. Collective the first time.
 
         Raises:
-            FSDPRuntimeError: on every rank, if the ranks would send different sizes.
+            FSDPRuntimeError: raised on every rank, if the ranks would send different sizes.
         """
         inputs = [self._inputs_of(each) for each in self._extended]
         self._refuse_other_forms(inputs)
@@ -276,12 +279,12 @@ class ExtensionGather:
         return self._staged.members
 
     def begin_from_rests(self, neighbours: DataParallelMesh) -> list[Transfer]:
-        """Give the outputs memory, into which the rests are gathered as they lie: nothing is asked for, or copied."""
+        """Give the outputs memory, and gather the rests right into it: no extension is asked, and nothing is copied."""
         for each in self._extended:
             for output in each.outputs:
                 output.allocate()
         rests = [rest.flat for each in self._extended for rest in each.rests]
-        if self.allocate is not None:  # which gathers in memory of its own
+        if self.allocate is not None:  # a custom all-gather works in memory of its own, so there are copies
             self._staged = _Staged(rests, neighbours, self.allocate)
             return self._staged.members
         pairs = zip(self._aliases(), rests, strict=True)
@@ -307,7 +310,7 @@ class ExtensionGather:
         return [self._input(each, given) for given in inputs]
 
     def _input(self, each: _Extended, given: Any) -> tuple[torch.Tensor, _Form]:
-        """What is sent, and its form."""
+        """The tensor that is sent, and its form."""
         if not isinstance(given, torch.Tensor) and type(given).__name__ != AllGatherInput.__name__:
             raise FSDPTypeError(
                 f"{_PRE} of parameter '{each.param.path}' must return tensors or AllGatherInput records, got "
@@ -328,7 +331,7 @@ class ExtensionGather:
         return tensor, form
 
     def _plain_values(self, param: FSDPParam) -> torch.Tensor:
-        """What a subclass without extension sends: its values as a plain tensor, padded like the shard of rank 0."""
+        """What a subclass without extension sends: its values as a plain tensor, padded to the shard of rank 0."""
         partition, dim = param.sharding.partition, _cut_dim(param)
         shape = list(param.shape)
         shape[dim] = partition.rows(self._mesh.shard_size)
@@ -374,9 +377,9 @@ class ExtensionGather:
                 )
 
     def finish(self, neighbours: DataParallelMesh | None) -> None:
-        """Give the extensions what has arrived, to make or fill their unsharded tensors.
+        """Let the extensions make or fill their unsharded tensors from what has arrived.
 
-        Among ``neighbours`` this rank keeps its part of it before: extensions may write into it, or let it be freed.
+        With ``neighbours`` this rank first keeps its slice: extensions may write into the outputs, or release them.
         """
         assert self._staged is not None, "a gather is under way"
         for each in self._extended:
@@ -391,7 +394,7 @@ class ExtensionGather:
             self._make_unsharded(each, metadata)
 
     def finish_from_rests(self) -> None:
-        """Let the extensions fill their unsharded tensors once more, as they did before."""
+        """Let the extensions fill their unsharded tensors again, from the rests."""
         for each in self._extended:
             self._allocate(each)
         if self._staged is not None:
@@ -410,7 +413,7 @@ class ExtensionGather:
         each.rest_metadata = each.metadata
 
     def free_rests(self) -> None:
-        """Free what was kept for a gather among neighbours."""
+        """Free the slices that were kept for a gather among neighbours."""
         for each in self._extended:
             each.rest_metadata = None
             for rest in each.rests:
@@ -423,7 +426,7 @@ class ExtensionGather:
                 numel = self._mesh.shard_size * form.size.numel()
                 output = torch.empty(numel, dtype=form.dtype, device=self._mesh.device)
                 each.outputs.append(Resizable(output))
-                # Through an alias, whose writes do not count as changes of what lies on the output.
+                # The engine writes through an alias, so that the output's version stays: these are no changes of it.
                 each.aliases.append(storage_alias(output, 0, (numel,), (1,)))
         for buffer in (*each.outputs, *each.inner):
             buffer.allocate()
@@ -440,6 +443,7 @@ class ExtensionGather:
             after(outputs, metadata, param.param_dtype, out=param.unsharded)
         else:
             unsharded, inner = after(outputs, metadata, param.param_dtype)
+            # An inner tensor on an output is freed with that output.
             lying = {output.storage.data_ptr() for output in each.outputs}
             each.inner = [Resizable(tensor) for tensor in inner if tensor.untyped_storage().data_ptr() not in lying]
             if tuple(unsharded.shape) != param.shape:
@@ -451,16 +455,16 @@ class ExtensionGather:
                 output.free()
 
     def outdate(self) -> None:
-        """Other values come where earlier ones were: autograd refuses backwards that have saved those."""
+        """Let autograd refuse a backward that has saved earlier values, as others arrive in their place."""
         made = [each.param.unsharded for each in self._extended if each.param.unsharded is not None]
         torch.autograd.graph.increment_version(made)
 
     def storages(self) -> set[int]:
-        """The identities of the storages that unsharded tensors lie on."""
+        """The identities of the storages that the unsharded tensors lie on."""
         return {_torch.storage_of(buffer.flat) for each in self._extended for buffer in (*each.outputs, *each.inner)}
 
     def free(self) -> None:
-        """Free the unsharded tensors' memory."""
+        """Free the memory of the unsharded tensors, unless ``keeps_memory``."""
         self._staged = None
         if self.keeps_memory:
             return

@@ -1,7 +1,7 @@
-"""Sharded parameters that got memory from ``to_empty``, and no values: they are NaN, and the first forward names them.
+"""Sharded parameters that ``to_empty`` gave memory, but nobody values: they are NaN, and the first forward names them.
 
-Whatever lies in that memory looks like values. No version counter says whether any were written, for initialization
-often writes through ``.data``; so the memory is filled with what nobody initializes a parameter with.
+Whatever lies in that memory looks like values. No version counter tells whether a value was written, as initialization
+often writes through ``.data``. So the memory is filled with NaN, which nobody initializes a parameter with.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from fsdp2.core.root import ON_ROOT
 _EMPTY_LIKE = torch.ops.aten.empty_like.default
 
 _FILLED: WeakSet[FSDPParam] = WeakSet()
-"""Parameters that were on meta, and got memory filled with NaN."""
+"""Parameters that were on meta, and got memory that was filled with NaN."""
 
 
 def serve() -> list[_torch.Undo]:
-    """Look at what gets memory from now on."""
+    """Fill sharded parameters that get memory from now on with NaN."""
     return [_torch.handle_operators({_EMPTY_LIKE: _empty_like})]
 
 
@@ -47,7 +47,7 @@ def _can_be_nan(local: torch.Tensor) -> bool:
 
 
 def warn_of_uninitialized(_: Sequence[Any], groups: Sequence[FSDPParamGroup]) -> None:
-    """Warn of parameters of which this rank has rows, all of them as they were filled."""
+    """Warn of parameters of which this rank has rows that are all still NaN."""
     filled = [param for group in groups for param in group.params if param in _FILLED]
     _FILLED.difference_update(filled)
     of_values = [param for param in filled if _can_be_nan(param.local) and param.local.numel()]

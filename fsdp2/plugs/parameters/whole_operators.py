@@ -1,10 +1,10 @@
-"""Operators that are run on the whole of a sharded tensor, of which each rank then keeps its part: random numbers.
+"""Operators that run on the full tensor of which each rank has a shard, and then keeps its part: random numbers.
 
 torch's DTensor draws random numbers for the local tensor. On CUDA each rank begins elsewhere in the generator's
-sequence; on the host, and for the distributions that its tracker does not know, all ranks begin at the same place: rows
-repeat from rank to rank, and ranks with fewer rows fall out of step. Here every rank draws for the whole, so that ranks
-which were seeded alike stay in step and hold what an unsharded tensor would get. That costs the memory and the time of
-a whole tensor, once per initialization.
+sequence. On the host, and for the distributions that its tracker does not know, all ranks begin at the same place: rows
+repeat from rank to rank, and ranks with fewer rows fall out of step. Here every rank draws for the full tensor, so
+ranks that were seeded alike stay in step and hold what an unsharded tensor would get. That costs the memory and time
+of a full tensor, once per initialization.
 
 `serve` lets DTensor's dispatcher call `_run_handled`, for tensors on meshes that something was sharded over.
 """
@@ -35,7 +35,7 @@ _TRACKED = (
     _aten.randn_like.default,
     _aten.uniform_.default,
 )
-"""What DTensor gives each rank its own numbers for on CUDA: here for tensors on the host only."""
+"""Operators for which DTensor gives each rank its own numbers on CUDA; handled here for tensors on the host only."""
 
 _UNTRACKED = (
     _aten.bernoulli_.Tensor,
@@ -50,7 +50,7 @@ _UNTRACKED = (
     _aten.random_.to,
     getattr(_aten.random_, "from"),
 )
-"""Other random numbers, of which each element takes as many as any other, whatever its value."""
+"""Other random operators. Each element draws as many random numbers as any other, whatever its value."""
 
 _INDEXED = (
     _aten.index_fill_.int_Scalar,
@@ -58,16 +58,16 @@ _INDEXED = (
     _aten.masked_fill_.Scalar,
     _aten.masked_fill_.Tensor,
 )
-"""What `nn.init` and ``tensor[...] = value`` do with plain indices and masks, the same on all ranks."""
+"""What `nn.init` and ``tensor[...] = value`` run, handled for plain indices and masks, which are equal on all ranks."""
 
 _REFUSED = (_aten.multinomial.default, _aten.rrelu_with_noise.default)
-"""Random numbers that DTensor draws anew on each rank, and that depend on the values of others."""
+"""Random operators that depend on values of other ranks' elements, and that DTensor draws anew on each rank."""
 
 _HANDLED = frozenset((*_TRACKED, *_UNTRACKED, *_INDEXED, *_REFUSED, _aten.eye.m_out))
 
 
 def serve() -> list[_torch.Undo]:
-    """Run these operators on the whole of DTensors on meshes that something is sharded over, from now on."""
+    """Run these operators on full tensors from now on, for DTensors on meshes that something was sharded over."""
     return [
         _torch.handle_operators(dict.fromkeys(_HANDLED, _run_handled)),
         _torch.replace_truncated_normal(_truncated_normal),
@@ -75,7 +75,7 @@ def serve() -> list[_torch.Undo]:
 
 
 def is_ours(tensor: DTensor) -> bool:
-    """Whether ``tensor`` is cut, and lies on a mesh that something was sharded over."""
+    """Whether ``tensor`` is sharded, and lies on a mesh that something was sharded over."""
     spec = _torch.spec_of(tensor)
     partition = any(map(_torch.is_shard, spec.placements))
     return partition and spec.mesh in SHARDED and not _torch.local_of(tensor).is_meta
@@ -89,6 +89,7 @@ def _run_handled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     dtensors = [each for each in tensors if isinstance(each, DTensor)]
     if not all(is_ours(each) and (func not in _TRACKED or _is_on_host(each)) for each in dtensors):
         return _torch.run_unhandled(func, args, kwargs)
+    # A second DTensor is an index or a mask, which DTensor handles itself, except for ``tensor[mask] = number``.
     is_masked = func is _aten.index_put_.default and args[2].numel() == 1 and not isinstance(args[2], DTensor)
     if func in _INDEXED and len(dtensors) > 1 and not is_masked:
         return _torch.run_unhandled(func, args, kwargs)
@@ -106,7 +107,7 @@ def _is_on_host(tensor: DTensor) -> bool:
 
 
 def _truncated_normal(draw: Callable[..., torch.Tensor], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """``draw`` for the whole of ``tensor``: it draws until all elements are in range, which no rank knows of others."""
+    """``draw`` for the full ``tensor``: it redraws until all elements are in range, also those of other ranks."""
     if (
         not isinstance(tensor, DTensor)
         or isinstance(tensor, _torch.OwnOperators)
@@ -124,15 +125,15 @@ def _truncated_normal(draw: Callable[..., torch.Tensor], tensor: torch.Tensor, *
 def run_on_whole(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], part_of: Callable[[torch.Tensor, Any], torch.Tensor]
 ) -> Any:
-    """Run ``func``, in which every element acts for itself, on whole tensors in which this rank's part is set.
+    """Run ``func``, which acts on every element by itself, on full tensors in which only this rank's part is set.
 
-    No communication: of the others' parts only the shape counts.
+    No communication: only the shape of the other ranks' parts counts.
 
     Args:
-        part_of: a view of this rank's part of a whole tensor, for a spec.
+        part_of: ``(full, spec) -> view`` of this rank's part of a full tensor.
 
     Raises:
-        FSDPNotImplementedError: the DTensors do not all lie alike.
+        FSDPNotImplementedError: the DTensors differ in shape or placements.
     """
     dtensors: list[Any] = [each for each in tensors_in((*args, *kwargs.values())) if isinstance(each, DTensor)]
     like = dtensors[0]
@@ -156,6 +157,7 @@ def run_on_whole(
     wholes = map_tensors(whole_of, list(args))
     named = map_tensors(whole_of, kwargs)
     result = func(*wholes, **named)
+    # What `func` has written into a full tensor goes back into the DTensor's local one; it then returns that DTensor.
     written = _torch.written_arguments(func, args, kwargs)
     for value, whole in zip((*args, *kwargs.values()), (*wholes, *named.values()), strict=True):
         if any(value is each for each in written):
@@ -168,7 +170,7 @@ def run_on_whole(
 
 
 def _wrapped(whole: torch.Tensor, like: Any, local: torch.Tensor, part_of: Callable[..., torch.Tensor]) -> Any:
-    """A DTensor over this rank's part of ``whole``, which lies as ``like`` does."""
+    """A DTensor with the placements of ``like``, over a copy of this rank's part of ``whole``."""
     spec = _torch.spec_of(like)
     part = part_of(whole, spec)
     values = torch.empty_strided(part.shape, local.stride(), dtype=part.dtype, device=part.device).copy_(part)
@@ -176,9 +178,9 @@ def _wrapped(whole: torch.Tensor, like: Any, local: torch.Tensor, part_of: Calla
 
 
 def chunk_of(whole: torch.Tensor, spec: Any) -> torch.Tensor:
-    """A view of this rank's part of ``whole``, as the placements of ``spec`` say that deal out dims in chunks.
+    """A view of this rank's part of ``whole``, for placements that split dims into chunks as ``torch.chunk`` does.
 
-    A strided placement cuts what those right of it have cut: they come first. Each part is then one range.
+    A strided placement splits what the placements right of it have split, so it comes last; each part is one range.
     """
     axes = [axis for axis, placement in enumerate(spec.placements) if _torch.is_shard(placement)]
     axes.sort(key=lambda axis: hasattr(spec.placements[axis], "split_factor"))

@@ -1,6 +1,6 @@
-"""Whole tensors from this rank's shards, of many tensors at once: for what happens rarely, outside any plan.
+"""Full tensors from this rank's shards, many at once: for what happens rarely, outside of any plan.
 
-One exchange brings them: large ones whose rows are dealt out evenly arrive where they stay, the others as packed bytes.
+One exchange gathers all of them. Large tensors that are split evenly arrive in place, the others packed as bytes.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from fsdp2.core.transport import transport_of
 
 
 class Part(NamedTuple):
-    """This rank's part of a tensor.
+    """This rank's shard of a tensor.
 
     Attributes:
-        local: its entries of the dim that is cut, fewer (or none) on the last ranks.
-        partition: of the whole.
+        local: its entries of the dim that is cut; the last ranks have fewer, or none.
+        partition: how the full tensor is split.
     """
 
     local: torch.Tensor
     partition: Partition
 
     def room(self, world_size: int) -> int:
-        """Elements of what every rank sends: the first has most. Of an owned one, what its owner sends."""
+        """How many elements every rank sends: as many as the first, which has most, or as the owner of an owned one."""
         partition = self.partition
         return partition.outer * partition.rows(world_size) * partition.row_numel
 
@@ -43,14 +43,14 @@ class Part(NamedTuple):
 def whole_tensors(
     parts: Sequence[Part], mesh: DataParallelMesh, *, device: torch.device | None = None, only_first: bool = False
 ) -> list[torch.Tensor]:
-    """The whole of every tensor, in the dtype of its part, in memory of its own. One exchange of everything.
+    """Gather every tensor in full, in the dtype of its part, into memory of its own. One exchange for all of them.
 
     Collective: all ranks that ``mesh`` shards over must call it, with parts of the same tensors.
 
     Args:
         parts: one for each tensor.
-        mesh: over which they are cut.
-        device: where the results are to be; by default where their parts are.
+        mesh: the mesh that they are sharded over.
+        device: the device of the results; by default the device of each part.
         only_first: only the first of these ranks gets them. The others get an empty list, and allocate nothing but
             what they send.
     """
@@ -61,6 +61,7 @@ def whole_tensors(
     wholes: dict[int, torch.Tensor] = {}
     members: list[Transfer] = []
     for index, part in enumerate(parts):
+        # Only a large tensor is worth a transfer of its own, which saves the copies in and out of the packed bytes.
         if _arrives_in_place(part, mesh.shard_size):
             wholes[index] = _empty(part, mesh.device)
             sent_whole = part.local.to(mesh.device).contiguous().view(-1)
@@ -90,12 +91,12 @@ def _on_first(parts: Sequence[Part], mesh: DataParallelMesh, device: torch.devic
 
 
 def _alone(part: Part) -> torch.Tensor:
-    """The whole, of which this rank has all."""
+    """The full tensor, for a part of which this rank has all."""
     return part.local.view(part.partition.shape) if part.partition.leading > 1 else part.local
 
 
 def _arrives_in_place(part: Part, world_size: int) -> bool:
-    """Whether it is worth a transfer of its own, and what the ranks send is, one after the other, the whole."""
+    """Whether ``part`` is large, and the ranks' shards, one after the other, are the full tensor in memory."""
     partition = part.partition
     return (
         partition.numel * part.local.element_size() >= DIRECT_THRESHOLD_BYTES
@@ -107,14 +108,14 @@ def _arrives_in_place(part: Part, world_size: int) -> bool:
 
 
 def _empty(part: Part, device: torch.device | None = None) -> torch.Tensor:
-    """Memory for the whole."""
+    """Memory for the full tensor."""
     partition, local = part.partition, part.local
     stride = partition.stride(partition.shape)
     return torch.empty_strided(partition.shape, stride, dtype=local.dtype, device=device or local.device)
 
 
 def _pack(parts: Sequence[Part], mesh: DataParallelMesh) -> tuple[torch.Tensor, list[int]]:
-    """What this rank sends, as bytes, and where each part begins in it."""
+    """The bytes that this rank sends, and the offset at which each part begins in them."""
     offsets, end = _offsets(parts, mesh.shard_size)
     sent = torch.zeros(end, dtype=torch.uint8, device=mesh.device)
     for part, offset in zip(parts, offsets, strict=True):
@@ -131,7 +132,7 @@ def _unpack(
     mesh: DataParallelMesh,
     device: torch.device | None,
 ) -> list[torch.Tensor]:
-    """The wholes, from what all ranks have sent, one after the other."""
+    """The full tensors, from the bytes that all ranks have sent, one rank after the other."""
     of_ranks = received.view(mesh.shard_size, -1)
     return [
         _placed(part, _slots(of_ranks, offset, part.room(mesh.shard_size), part.local.dtype), mesh.shard_size, device)
@@ -140,7 +141,7 @@ def _unpack(
 
 
 def _placed(part: Part, of_ranks: torch.Tensor, world_size: int, device: torch.device | None) -> torch.Tensor:
-    """The whole, in memory of its own, on ``device`` or where its part is, from (world_size, n) of all ranks."""
+    """The full tensor in memory of its own, on ``device`` or that of its part, from (world_size, n) of all ranks."""
     partition, whole = part.partition, _empty(part, device)
     if not whole.numel():
         return whole
@@ -149,7 +150,7 @@ def _placed(part: Part, of_ranks: torch.Tensor, world_size: int, device: torch.d
 
 
 def _offsets(parts: Sequence[Part], world_size: int) -> tuple[list[int], int]:
-    """Where each part begins in what its rank sends, and the length of that, in bytes; owned ones are at the end."""
+    """The offset of each part in what its rank sends, and the length of that, in bytes. Owned parts come last."""
     sizes = [part.room(world_size) * part.local.element_size() for part in parts]
     owners = [part.partition.owner for part in parts]
     region = Region.build(owners, sizes, world_size=world_size, alignment=PACKED_ALIGNMENT_BYTES)
@@ -158,7 +159,7 @@ def _offsets(parts: Sequence[Part], world_size: int) -> tuple[list[int], int]:
         if owner is None:
             offsets[index] = byte_start(end, size, parts[index].local.element_size())
             end = offsets[index] + size
-    end = align(end, PACKED_ALIGNMENT_BYTES)  # every rank's elements lie as those of the first do
+    end = align(end, PACKED_ALIGNMENT_BYTES)  # every rank's row is aligned as the first rank's is
     for index, place in enumerate(region.offsets):
         if place is not None:
             offsets[index] = end + (place % region.capacity if region.capacity else 0)
@@ -166,18 +167,18 @@ def _offsets(parts: Sequence[Part], world_size: int) -> tuple[list[int], int]:
 
 
 def _slots(flat: torch.Tensor, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """``numel`` elements from byte ``offset`` on, of each row of ``flat``."""
+    """View ``numel`` elements of ``dtype`` from byte ``offset`` on, in each row of ``flat``."""
     return flat[..., offset : offset + numel * dtype.itemsize].view(dtype)
 
 
 def unsharded_like(whole: torch.Tensor, sharding: Sharding) -> torch.Tensor:
-    """``whole`` as it was before sharding: itself, or a DTensor of tensor parallelism."""
+    """``whole`` in the form that it had before sharding: itself, or a DTensor of tensor parallelism."""
     spec = sharding.unsharded_spec
     return whole if spec is None else _torch.make_dtensor(whole, _torch.spec_with_dtype(spec, whole.dtype))
 
 
 class Former(NamedTuple):
-    """What is kept of a parameter that was sharded and is whole again, for optimizers that were built on it.
+    """How a parameter was sharded that is unsharded again: kept for optimizers that were built on the sharded one.
 
     Attributes:
         sharding: how it was sharded.
@@ -186,7 +187,7 @@ class Former(NamedTuple):
     sharding: Sharding
 
     def gathered(self, state: Any, device: torch.device) -> Any:
-        """An optimizer's ``state`` of the parameter, with every tensor that is sharded like it whole, on ``device``.
+        """Unshard an optimizer's ``state`` of the parameter: tensors that are sharded like it, on ``device``.
 
         Collective over the mesh of ``sharding``, if there is such a tensor.
         """
@@ -208,11 +209,11 @@ class Former(NamedTuple):
 
 
 def note_former_sharding(parameter: torch.Tensor, former: Former) -> None:
-    """Note how ``parameter`` was sharded, which belongs to no group any more."""
+    """Note how ``parameter``, which belongs to no group any more, was sharded."""
     parameter._fsdp_former = Link(former)  # type: ignore[attr-defined]
 
 
 def former_of(parameter: torch.Tensor) -> Former | None:
-    """What `note_former_sharding` noted on ``parameter``, if it did."""
+    """What `note_former_sharding` has noted on ``parameter``; None without."""
     link: Link[Former] | None = getattr(parameter, "_fsdp_former", None)
     return None if link is None else link.target

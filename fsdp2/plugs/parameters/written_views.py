@@ -1,11 +1,11 @@
-"""Rows and elements of sharded tensors: what is written into them reaches the shards; and the numbers read off them.
+"""Views of sharded tensors whose writes reach the shards, and numbers read off sharded tensors.
 
-torch's DTensor answers ``weight[1]`` of a tensor whose rows are dealt out with a view of a gathered copy, so that
-``weight[1].zero_()`` writes into the copy. Here that view is a `WrittenView`, and what is written into it is written
-into this rank's part of the tensor as well: `nn.Embedding.reset_parameters` and the initialization of many models
-depend on it. And ``bool(tensor.isnan().any())`` reads what this rank has of a sum that no rank has the whole of; here
-it is the whole tensor's. Both take a gather or a reduction, so all ranks of the mesh must do them. (And ``max()`` of a
-tensor of which some rank has nothing is taken of the whole.)
+``weight[1]`` of a tensor that is sharded in dim 0 is, in torch's DTensor, a view of a gathered copy, so
+``weight[1].zero_()`` writes into the copy. Here it is a `WrittenView`, which writes into this rank's shard as well:
+`nn.Embedding.reset_parameters` and the initialization of many models depend on it. ``bool(tensor.isnan().any())``
+reads, in torch, this rank's part of a sum that was never reduced; here it reads the reduced value. ``max()`` of a
+tensor of which some rank has nothing is computed on the full tensor. All of this takes a gather or a reduction, so all
+ranks of the mesh must do it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _VIEWS = (
     _aten.squeeze.default,
     _aten.squeeze.dim,
 )
-"""The views that DTensor gathers for, or refuses, if they are along a dim that is cut."""
+"""Views for which DTensor gathers, or which it refuses, along a dim that is cut."""
 
 _EXTREMES = (
     _aten.max.default,
@@ -45,25 +45,25 @@ _EXTREMES = (
     _aten.aminmax.default,
     _aten.linalg_vector_norm.default,
 )
-"""What has no value where there are no elements, as on a rank without rows: there it raises, and others wait."""
+"""Operators without a result for no elements: on a rank without rows they would raise while other ranks wait."""
 
 _ALL_ROWS = 1 << 62
-"""A slice that ends there has no end."""
+"""The end of a slice that has none."""
 
 
 _SET = (_aten.copy_.default, _aten.fill_.Tensor, _aten.fill_.Scalar) if _torch.SETS_ITEMS_AS_DTENSORS else ()
-"""What ``tensor[...] = value`` writes with."""
+"""The operators by which ``tensor[...] = value`` writes."""
 
 
 def serve() -> list[_torch.Undo]:
-    """Run these operators so, of DTensors on meshes that something is sharded over, from now on."""
+    """Handle these operators from now on, for DTensors on meshes that something is sharded over."""
     handlers = dict.fromkeys((*_VIEWS, *_SET), _run_handled) | dict.fromkeys(_EXTREMES, _extreme)
     one_each = {_aten._local_scalar_dense.default: _number, _aten._foreach_norm.Scalar: _norms}
     return [_torch.handle_operators({**handlers, **one_each})]
 
 
 class _Whole:
-    """A gathered copy of a sharded tensor, which views look at.
+    """A gathered copy of a sharded tensor, on which views lie.
 
     Attributes:
         origin: the sharded tensor.
@@ -77,11 +77,11 @@ class _Whole:
         self.values = _gathered(origin)
 
     def read_part(self) -> torch.Tensor:
-        """Copy this rank's part of the sharded tensor, which may have been written since, into the copy. Returns it."""
+        """Refresh this rank's part of the copy from the shard, which may have been written. Returns its values."""
         return self._part().copy_(_torch.local_of(self.origin)).clone()
 
     def write_part(self, before: torch.Tensor) -> None:
-        """Write this rank's part into the sharded tensor where it differs from ``before``: two views may be written."""
+        """Write this rank's part back where it differs from ``before``; an operator may write views of two copies."""
         local, part = _torch.local_of(self.origin), self._part()
         local.copy_(torch.where(part != before, part, local))
         torch.autograd.graph.increment_version(self.origin)
@@ -91,9 +91,9 @@ class _Whole:
 
 
 class WrittenView(_torch.OwnOperators):
-    """A view of a sharded tensor, replicated, which writes into it what is written into the view.
+    """A view of a sharded tensor, replicated; what is written into the view is written into the sharded tensor too.
 
-    It sees what is written into the sharded tensor later when it is written itself, as far as this rank has it.
+    When the view is written, it sees what was written into this rank's shard of the tensor meanwhile; not before.
     """
 
     _whole: _Whole
@@ -108,7 +108,7 @@ class WrittenView(_torch.OwnOperators):
 
     @classmethod
     def run_operator(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Views stay views, writes reach the sharded tensor; all else is what torch's DTensor makes of it."""
+        """Views of views stay `WrittenView`s, and writes reach the sharded tensor; torch's DTensor does the rest."""
         written = tensors_in(_torch.written_arguments(func, args, kwargs))
         views = [each for each in written if isinstance(each, WrittenView)]
         if not views and not func.is_view:
@@ -121,6 +121,7 @@ class WrittenView(_torch.OwnOperators):
         result = func(*map_tensors(_values, args), **map_tensors(_values, kwargs))
         for whole, before in wholes.items():
             whole.write_part(before)
+        # In-place operators return their argument: answer with the view itself, not with its local tensor.
         known = {id(_torch.local_of(view)): view for view in views}
         return map_tensors(lambda values: known.get(id(values), values), result)
 
@@ -132,36 +133,37 @@ class WrittenView(_torch.OwnOperators):
 
 
 def _plain(value: Any) -> Any:
-    """What torch's DTensor would be in its place."""
+    """``value`` as a DTensor of torch's own class, if it is a `WrittenView`."""
     if not isinstance(value, WrittenView):
         return value
     return _torch.make_dtensor(_torch.local_of(value), _torch.spec_of(value))
 
 
 def _values(value: Any) -> Any:
-    """Its values on this rank: of a view as they lie in the gathered copy, of other DTensors the whole."""
+    """``value`` as a plain tensor: of a view the local one, on the gathered copy; any other DTensor is gathered."""
     if isinstance(value, WrittenView):
         return _torch.local_of(value)
     return _gathered(value) if isinstance(value, DTensor) else value
 
 
 def _gathered(tensor: DTensor) -> torch.Tensor:
-    """The whole of ``tensor``, without gradients."""
+    """``tensor``, gathered, without gradients."""
     with torch.no_grad():
         return _detached(tensor).full_tensor()
 
 
 def _detached(tensor: DTensor) -> DTensor:
-    """``tensor`` as autograd does not know it: below autograd, ``detach()`` is an operator like any other."""
+    """``tensor`` unknown to autograd. ``detach()`` would not do: below autograd it is an operator like any other."""
     return type(tensor)(_torch.local_of(tensor), _torch.spec_of(tensor), requires_grad=False)  # type: ignore[call-arg,arg-type]
 
 
 def _run_handled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A view of a DTensor: of what is not cut, or not ours, torch's. Or what is written into one."""
+    """Run a view operator, or a write into a view. Views of dims that are not cut, or not ours, are torch's."""
     tensor = args[0]
     if isinstance(tensor, _torch.OwnOperators):
         return tensor.run_operator(func, args, kwargs)
-    if func in _SET or not is_ours(tensor) or type(_torch.local_of(tensor)) is not torch.Tensor:  # or it is traced
+    # A tensor that is traced is no plain `torch.Tensor` underneath.
+    if func in _SET or not is_ours(tensor) or type(_torch.local_of(tensor)) is not torch.Tensor:
         return _torch.run_unhandled(func, args, kwargs)
     given = {argument.name: argument.default_value for argument in func._schema.arguments}
     given.update(zip(given, args, strict=False))
@@ -179,7 +181,7 @@ def _run_handled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A largest or smallest element: of the whole, if a rank may have no rows, so that it is small."""
+    """Compute a largest or smallest element on the full tensor, if some rank may have no rows: it is small then."""
     tensor: DTensor = args[0]
     if isinstance(tensor, _torch.OwnOperators):
         return tensor.run_operator(func, args, kwargs)
@@ -190,8 +192,9 @@ def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for axis, placement in enumerate(tensor.placements):
         if _torch.is_shard(placement):
             parts[placement.dim % tensor.ndim] *= mesh.size(axis)  # type: ignore[attr-defined]
+    # With rows = ceil(size / parts), the last of `parts` ranks has some if those before do not take all of them.
     has_all = all((parts[dim] - 1) * -(-size // parts[dim]) < size for dim, size in enumerate(tensor.shape))
-    gives_indices = func in (_aten.argmax.default, _aten.argmin.default)  # torch 2.11 gives those in a rank's rows
+    gives_indices = func in (_aten.argmax.default, _aten.argmin.default)  # in torch 2.11 they count a rank's own rows
     if (has_all and not gives_indices) or not tensor.numel() or not is_ours(tensor):
         return _torch.run_unhandled(func, args, kwargs)
     replicated = [Replicate()] * mesh.ndim
@@ -204,12 +207,12 @@ def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _is_extreme(order: float = 2) -> bool:
-    """Whether a norm of this order has no value where there are no elements."""
+    """Whether a norm of this ``order`` is a maximum or minimum, which has no value for no elements."""
     return math.isinf(order) or order < 0
 
 
 def _norms(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The norms of many tensors: one by one where they are extremes."""
+    """The norms of many tensors; one by one, if they are maxima or minima, so that `_extreme` handles each."""
     tensors, *rest = args
     if not _is_extreme(*rest[:1]):
         return _torch.run_unhandled(func, args, kwargs)
@@ -217,12 +220,12 @@ def _norms(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _number(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The one element of a tensor, as a number of Python."""
+    """The one element of a tensor, as a Python number."""
     tensor: DTensor = args[0]
     spec = _torch.spec_of(tensor)
     if spec.mesh not in SHARDED or all(placement.is_replicate() for placement in spec.placements):
         return _torch.run_unhandled(func, args, kwargs)
-    if tensor.dtype is torch.bool:  # what ranks add up
+    if tensor.dtype is torch.bool:  # a partial bool cannot be summed over ranks
         tensor = cast(DTensor, _detached(tensor).to(torch.int32))
         return bool(_gathered(tensor).item())
     return _gathered(tensor).item()

@@ -1,8 +1,9 @@
-"""Gradients that a program asks autograd for by the sharded parameters, which are leaves of no graph of a module.
+"""Backwards that a program asks for gradients of sharded parameters, which are leaves of no module's autograd graph.
 
-The unsharded ones are. ``loss.backward(inputs=parameters)`` is given them too, and the engine reduces what arrives
-there, as in any backward. `torch.autograd.grad` would hand out no gradient, or only that of a penalty on the shards; it
-refuses. So does the way to the node that takes a parameter's gradient, on which no hook would be called.
+The unsharded parameters are those leaves. ``loss.backward(inputs=parameters)`` gets them as inputs too, and the engine
+reduces their gradients as in any backward. `torch.autograd.grad` is refused: it would return no gradient, or only that
+of a penalty on the shards. Refused too is ``expand_as``, by which programs look for the node that accumulates a
+parameter's gradient: a hook there would never be called.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ _EXPAND = torch.ops.aten.expand.default
 
 
 def serve() -> list[_torch.Undo]:
-    """Look at what backwards are asked for, from now on."""
+    """Look at the inputs of every backward from now on."""
     return [_torch.replace_run_backward(_run_backward), _torch.handle_operators({_EXPAND: _expand})]
 
 
 def _run_backward(run: Callable[..., Any], outputs: Any, *args: Any, accumulate_grad: bool, **kwargs: Any) -> Any:
-    """A backward, or `torch.autograd.grad`."""
+    """Run a backward (``accumulate_grad``) or `torch.autograd.grad`, with unsharded parameters among its inputs."""
     if not accumulate_grad and _PIPELINING in sys.modules:
         _refuse_split_backward()
     *front, inputs = args[:4]
@@ -63,14 +64,15 @@ def _run_backward(run: Callable[..., Any], outputs: Any, *args: Any, accumulate_
 
 
 def _refuse_split_backward() -> None:
-    """Refuse the first half of a zero-bubble schedule's backward, of a stage that pipelining takes for a plain module.
+    """Refuse the input half of a zero-bubble schedule's backward, if pipelining takes a sharded stage for a plain one.
 
-    Our modules would reshard and reduce at its end, and miss what the other half hands out.
+    At its end our modules would reshard and reduce, and miss the gradients that the weight half computes.
 
     Raises:
-        FSDPRuntimeError: it is that.
+        FSDPRuntimeError: this is such a backward.
     """
-    is_split = False  # pipelining asks for gradients of inputs once before a run, too, to see their shapes
+    # Outside of `stage_backward_input`, pipelining asks for gradients of inputs once more: before a run, to see shapes.
+    is_split = False
     for frame in itertools.islice(frames_from(sys._getframe(1)), _DEPTH):
         is_split |= frame.f_code.co_name == "stage_backward_input"
         if not is_split or frame.f_globals.get("__name__") != _PIPELINING or "self" not in frame.f_locals:
@@ -90,7 +92,7 @@ def _refuse_split_backward() -> None:
 
 
 def _expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``parameter.expand_as(parameter)`` has one use: ``.grad_fn.next_functions`` are the node of its gradient."""
+    """Refuse ``parameter.expand_as(parameter)``, whose one use is to find the node that accumulates its gradient."""
     tensor, size = args[:2]
     if isinstance(tensor, _torch.OwnOperators):
         return tensor.run_operator(func, args, kwargs)

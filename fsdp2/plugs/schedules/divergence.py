@@ -1,9 +1,9 @@
-"""Ranks that run different modules on purpose: each joins the exchanges of those that it skips (`set_divergence`).
+"""Ranks that run different modules on purpose: each joins the exchanges of modules that it skips (`set_divergence`).
 
-All ranks go through the same list of exchanges in every step, whatever they run. In forward that is one gather of each
-sharded module; in backward one gather and one reduction of each, in the opposite order, where a module's reduction
-comes after those of the modules in it. A rank that comes to a module first does what the list has before it: gathers
-in vain, and reductions to which it contributes nothing. At the end of a pass it does the rest.
+All ranks go through the same list of exchanges in every step, whatever they run. Forward gathers each sharded module
+once. Backward has one gather and one reduction for each, in the opposite order; a module's reduction comes after those
+of the modules inside it. Before a rank runs a module, it joins the exchanges that the list has before: it gathers
+without a use for it, and adds nothing to reductions. At the end of a pass it joins those that are left.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPValueErr
 
 
 class Event(NamedTuple):
-    """One of a backward.
+    """One event of a backward.
 
     Attributes:
-        state: of which.
-        what: "enter": the backward of one of its forwards begins; "leave": it ends; "reduce": all its gradients are
-            complete.
+        state: the state that it happens to.
+        what: "enter": the backward of one of its forwards begins; "leave": that backward ends; "reduce": all gradients
+            of the state are complete.
     """
 
     state: FSDPState
@@ -46,14 +46,14 @@ class Event(NamedTuple):
 
 @dataclass(slots=True)
 class DivergenceReport:
-    """What this rank has joined since `set_divergence`, in the place of what it did not run.
+    """What this rank has joined since `set_divergence`, for modules that it did not run.
 
     Attributes:
-        forward_gathers: of modules, in forward.
-        backward_gathers: the same in backward.
-        gathered_bytes: of unsharded parameters, in both.
-        reductions: of modules to which this rank contributed no gradient.
-        steps: passes of which this rank ran nothing (`join_step`).
+        forward_gathers: how many modules it gathered in forward without running them.
+        backward_gathers: how many in backward.
+        gathered_bytes: the bytes of unsharded parameters in both.
+        reductions: how many modules it reduced without a gradient of its own.
+        steps: passes in which this rank ran nothing (`join_step`).
     """
 
     forward_gathers: int = 0
@@ -64,10 +64,10 @@ class DivergenceReport:
 
 
 class Joining(JoiningSchedule):
-    """The exchanges of a root in an order that all ranks follow.
+    """The schedule of a root that follows one order on all ranks.
 
     Attributes:
-        report: what was joined.
+        report: what was joined so far.
     """
 
     def __init__(self, root: FSDPRoot) -> None:
@@ -77,13 +77,13 @@ class Joining(JoiningSchedule):
         self._is_agreed = False
         self._forward: tuple[FSDPState, ...] = ()
         self._backward: tuple[Event, ...] = ()
-        self._ends: tuple[int, ...] = ()  # where in `_forward` those inside of each have been
-        self._spans: list[tuple[int, FSDPState]] = []  # of those that forward is in, and that share groups
-        self._next = 0  # of `_forward`
+        self._ends: tuple[int, ...] = ()  # for each index of `_forward`, where the modules inside of it end
+        self._spans: list[tuple[int, FSDPState]] = []  # (end, state) of modules that forward is in, outermost first
+        self._next = 0  # an index of `_forward`: what comes next
         self._entered: set[FSDPState] = set()
-        self._next_back = 0  # of `_backward`
-        self._open: set[FSDPState] = set()  # whose backward has begun
-        self._ran: set[FSDPState] = set()  # of these, or of those before
+        self._next_back = 0  # an index of `_backward`: what comes next
+        self._open: set[FSDPState] = set()  # states whose backward has begun and not ended
+        self._ran: set[FSDPState] = set()  # states whose backward this rank has run itself, not only joined
         self._awaits_backward = False
 
     # -- the order
@@ -96,6 +96,7 @@ class Joining(JoiningSchedule):
         within = _modules_within(self._forward)
         self._ends = tuple(_span_end(self._forward, within, start) for start in range(len(self._forward)))
         self._backward = tuple(_backward_of(self._forward, self._ends))
+        # Ranks with other orders would wait for each other for ever, so they compare them before the first exchange.
         names = [Setting(f"joins '{state.name}'") for state in self._forward]
         owner: Any = root.owner
         refuse_disagreement(root.name, root.groups, owner.mesh, names)
@@ -121,7 +122,7 @@ class Joining(JoiningSchedule):
         return tuple(found)
 
     def _learned(self) -> tuple[FSDPState, ...]:
-        """As the last step came to them, if that was to all; else as they lie in the model."""
+        """The order of the last step, if it ran all modules, each once; else the order of the modules in the model."""
         of_units: dict[Any, list[FSDPState]] = {}
         for state in self._states():
             of_units.setdefault(state.unit, []).append(state)
@@ -142,7 +143,7 @@ class Joining(JoiningSchedule):
         if not self._is_agreed or self._order != self._root.settings.divergence_order:
             self._agree()
         self._next = 0
-        if torch.is_grad_enabled():  # else what awaits its backward still does
+        if torch.is_grad_enabled():  # an evaluation between a forward and its backward changes nothing
             self._awaits_backward = False
         self._entered.clear()
 
@@ -154,7 +155,8 @@ class Joining(JoiningSchedule):
             )
 
     def enter_forward(self, state: FSDPState) -> None:
-        """Gather what comes before ``state``, in vain, and its own unit. Collective."""
+        """Gather the units before ``state``, which this rank skips, and then its own. Collective."""
+        # A second forward of the module, or one of a parent's shared group, finds it gathered: no exchange.
         if state in self._entered and state.is_unsharded() and not self._has_left(state):
             return
         try:
@@ -169,11 +171,11 @@ class Joining(JoiningSchedule):
         self._gather_forward(index)
 
     def _has_left(self, state: FSDPState) -> bool:
-        """Whether its forward is over, and only its span is not, so that what it shares is still there."""
+        """Whether its forward is over, though the groups that it shares are still unsharded."""
         return any(state not in group.users for group in _shared(state)) and state.reshards_as_set()
 
     def note_stays(self, state: FSDPState) -> None:
-        """Refuse it: ranks that skip ``state`` cannot know."""
+        """Refuse to keep ``state`` unsharded: ranks that skip it cannot know that it stays."""
         raise FSDPNotImplementedError(
             f"set_divergence('join'): '{state.name}' ({state.class_name}) returns parameters, or hides tensors that "
             "may require gradients in its outputs, and would stay unsharded for its backward, which ranks that skip it "
@@ -181,18 +183,18 @@ class Joining(JoiningSchedule):
         )
 
     def end_forward(self) -> None:
-        """Gather what is left, in vain. Collective."""
+        """Gather the units that are left, which this rank skips. Collective."""
         while self._next < len(self._forward):
             self._pass()
         self._leave_spans(len(self._forward))
         self._awaits_backward = self._awaits_backward or torch.is_grad_enabled()
 
     def forward_failed(self) -> None:
-        """Let go what modules share that forward was in, as where it went on."""
+        """Release the shared groups of modules that forward was in, as if it had gone on."""
         self._leave_spans(len(self._forward))
 
     def _pass(self) -> None:
-        """Gather what comes next, in vain."""
+        """Gather the next unit, whose module this rank skips."""
         index, self._next = self._next, self._next + 1
         state = self._forward[index]
         self._leave_spans(index)
@@ -203,10 +205,10 @@ class Joining(JoiningSchedule):
         state.leave_as_set(state.own)
 
     def _leave_spans(self, index: int) -> None:
-        """Forward comes to ``index``: let go what was shared by those whose inner modules all lie before.
+        """Release the groups that modules share whose inner modules all lie before ``index``, where forward is now.
 
-        On all ranks there, and not where a module's own forward ends, which some do not run: whether a module inside
-        finds a weight that is tied to one around it must not depend on that.
+        All ranks do so here, and not where a module's own forward ends, which some ranks do not run: whether an inner
+        module finds a weight unsharded that is tied to one around it must not depend on that.
         """
         while self._spans and self._spans[-1][0] <= index:
             state = self._spans.pop()[1]
@@ -226,6 +228,7 @@ class Joining(JoiningSchedule):
         self._hold(state)
         self._spans.append((self._ends[index], state))
         then = [state.unit for state in self._forward[index + 1 : index + 1 + MAX_PREFETCH_DEPTH]]
+        # All ranks gather ahead what the common order says, so prefetches are the same exchanges as well.
         self.gather_in_turn(state.unit, then)
 
     def _refuse_order(self, state: FSDPState) -> NoReturn:
@@ -240,7 +243,7 @@ class Joining(JoiningSchedule):
     # -- backward
 
     def begin_backward(self, *, is_recorded: bool) -> None:
-        """A backward begins."""
+        """A backward begins: go back to the start of its events."""
         if is_recorded:
             raise FSDPNotImplementedError(
                 "set_divergence('join') with create_graph=True: ranks that skip modules cannot know which of them the "
@@ -251,7 +254,7 @@ class Joining(JoiningSchedule):
         self._ran.clear()
 
     def enter_backward(self, state: FSDPState) -> None:
-        """Gather, and reduce, what comes before ``state``, and gather its own unit. Collective."""
+        """Join the gathers and reductions before ``state``, and gather its own unit. Collective."""
         needed = _needed_in_backward(state.unit)
         if state in self._open and all(group.phase is ParamPhase.UNSHARDED for group in needed):
             self._ran.add(state)
@@ -265,15 +268,16 @@ class Joining(JoiningSchedule):
         self._enter(index)
 
     def enter_recompute(self, state: FSDPState) -> None:
-        """Gather for a recompute, which may be the first that backward comes to. Collective."""
+        """Gather for a recompute, which may be the first event of this state in the backward. Collective."""
         self.enter_backward(state)
         super().enter_recompute(state)
 
     def leave_backward(self, state: FSDPState) -> None:
-        """Reduce the gradients of ``state``, unless what comes before is yet to come. Collective."""
+        """Reduce the gradients of ``state``, once everything before it has been joined. Collective."""
         if not state.unit:
             return
         index = self._backward.index(Event(state, "reduce"))
+        # Another rank's backward has come further in the list, so the reduction has been joined already.
         if index < self._next_back:
             if any([group.reducer.has_gradients() for group in state.own if group.settings.requires_gradient_sync]):
                 self._refuse_late(state)
@@ -282,14 +286,15 @@ class Joining(JoiningSchedule):
             self._advance(index + 1)
 
     def end_backward(self) -> None:
-        """Gather, and reduce, what is left. Collective."""
+        """Join the gathers and reductions that are left. Collective."""
         self._advance(len(self._backward))
+        # Some rank may have used a shared group: all of them reduce it.
         for group in self._root.shared:
             group.took_part = True
         self._awaits_backward = False
 
     def _last_entry(self, index: int) -> int:
-        """The last event before ``index`` in which its state enters; between them there are those of modules in it."""
+        """The last "enter" of the state of event ``index``; only events of modules inside of it lie in between."""
         entry = Event(self._backward[index].state, "enter")
         return max(each for each in range(index) if self._backward[each] == entry)
 
@@ -334,14 +339,14 @@ class Joining(JoiningSchedule):
         )
 
     def abandon(self) -> None:
-        """What has begun is dropped: the next step begins anew."""
+        """Forget the step that was left, as the next one begins anew."""
         self._spans.clear()
         self._awaits_backward = False
 
     # -- nothing to run
 
     def join_step(self) -> None:
-        """Go through what is left of a step, or through a whole one. Collective."""
+        """Join what is left of a step, or a whole step. Collective."""
         root = self._root
         if is_to_restart(root) and not _torch.backward_is_running():
             recover_if_failed(root)  # all ranks have left the step before: this is another one
@@ -357,6 +362,7 @@ class Joining(JoiningSchedule):
         if not (self._awaits_backward and torch.is_grad_enabled()):
             on_real_parameters(self._join_forward)
         if torch.is_grad_enabled():
+            # A backward that runs nothing of the model: at its end autograd calls the root, which joins the rest.
             begins = torch.zeros((), requires_grad=True)
             begins.register_hook(lambda gradient: root.begin_backward())
             begins.clone().backward()
@@ -378,17 +384,17 @@ class Joining(JoiningSchedule):
 
 
 _ALONE: WeakSet[Any] = WeakSet()
-"""The roots that join, and have no other sharded module below: there is nothing in their forward to be skipped."""
+"""Roots that join and have no other sharded module below: their forward has nothing that could be skipped."""
 
 
 def _warn_if_called_one_by_one(owner: Any) -> None:
-    """Warn when the second of such roots begins a forward: once, as a program has as many of them as layers."""
+    """Warn when a second such root begins a forward: once, as a program has as many of them as layers."""
     if owner in _ALONE:
         return
     _ALONE.add(owner)
     if len(_ALONE) != 2:
         return
-    gc.collect()  # one of a model of before is not meant
+    gc.collect()  # a root of a model that the program has dropped does not count
     if len(_ALONE) == 2:
         names = " and ".join(sorted(each.class_name for each in _ALONE))
         warnings.warn(
@@ -407,7 +413,7 @@ def _shared(state: FSDPState) -> tuple[FSDPParamGroup, ...]:
 
 
 def _span_end(forward: Sequence[FSDPState], within: dict[FSDPState, set[FSDPState]], start: int) -> int:
-    """Where the modules inside of that at ``start``, which come next, end."""
+    """The index at which the modules inside of the one at ``start``, which follow it, end."""
     after = start + 1
     while after < len(forward) and forward[after] in within[forward[start]]:
         after += 1
@@ -415,11 +421,11 @@ def _span_end(forward: Sequence[FSDPState], within: dict[FSDPState, set[FSDPStat
 
 
 def _backward_of(forward: Sequence[FSDPState], ends: Sequence[int]) -> Iterator[Event]:
-    """The events of a backward: modules in the opposite order, each reduced after those in it, once."""
+    """The events of a backward: modules in the opposite order, each reduced once, after those inside of it."""
     first = {state: index for index, state in reversed(list(enumerate(forward)))}
 
     def walk(start: int, end: int) -> Iterator[Event]:
-        """Of what forward came to from ``start`` to ``end``, where nothing before ``start`` contains it."""
+        """The events for ``forward[start:end]``, a run of modules that lie side by side, with those inside of each."""
         spans = []
         while start < end:
             spans.append((start, min(ends[start], end)))
@@ -435,7 +441,7 @@ def _backward_of(forward: Sequence[FSDPState], ends: Sequence[int]) -> Iterator[
 
 
 def _modules_within(states: Sequence[FSDPState]) -> dict[FSDPState, set[FSDPState]]:
-    """Which of ``states`` manage modules inside of those of each."""
+    """For each of ``states``, those of them that manage modules inside of its own."""
     owners = {module: state for state in states for module in state.modules}
     found: dict[FSDPState, set[FSDPState]] = {}
     for state in states:
@@ -458,16 +464,16 @@ def _quoted(names: Any) -> str:
 
 @checked()
 def divergence_report(model: nn.Module) -> DivergenceReport:
-    """What this rank has joined in the place of what it did not run: the price of ``set_divergence("join")``.
+    """What this rank has joined for modules that it did not run: the price of ``set_divergence("join")``.
 
-    No communication; each rank has its own.
+    No communication: each rank has its own report.
 
     Args:
         model: the root.
 
     Raises:
-        FSDPTypeError: not a module.
-        FSDPValueError: not a root on which `FSDPModule.set_divergence` was called, or it has run no forward since.
+        FSDPTypeError: ``model`` is not a module.
+        FSDPValueError: it is no root on which `FSDPModule.set_divergence` was called, or it has run no forward since.
     """
     state = state_of(model)
     schedule = None if state is None or state.root is None or not state.is_root else state.root.schedule

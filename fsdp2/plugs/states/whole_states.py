@@ -1,7 +1,7 @@
-"""`load_state_dict` of whole tensors, or of DTensors that lie otherwise: each rank takes its own rows of them.
+"""`load_state_dict` of full tensors, or of DTensors with another sharding: each rank takes its own rows of them.
 
-torch refuses both. Every rank passes the same, as of `set_model_state_dict(full_state_dict=True)`; where only one rank
-has the tensors, `fsdp2.checkpoint.load_full` sends the rows.
+torch refuses both. Every rank passes the same values, as with `set_model_state_dict(full_state_dict=True)`; where only
+one rank has the tensors, `fsdp2.checkpoint.load_full` sends the rows.
 """
 
 from __future__ import annotations
@@ -25,27 +25,28 @@ _ASSIGNS = "assign_to_params_buffers"
 def take_rows(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *others: Any
 ) -> None:
-    """Put this rank's rows in the place of what is whole, of the sharded parameters of ``module`` itself.
+    """Replace full values of the sharded parameters of ``module`` itself by this rank's rows of them.
 
-    A hook of `nn.Module.load_state_dict`, whose copy of the user's dict it changes. Values of another shape are left to
-    torch, which names them all. Collective where a value is a DTensor that lies otherwise.
+    This is a hook of `nn.Module.load_state_dict`, and changes its copy of the user's dict. Values of another shape are
+    left to torch, which names them all. Collective where a value is a DTensor with another mesh or placements.
     """
     for each in module.modules():
         state = each.__dict__.get(STATE)
         if state is not None:
-            state.quiesce()  # or refuse to, before anything is loaded
+            state.quiesce()  # it may refuse: then nothing has been loaded yet
     for name, parameter in module._parameters.items():
-        param = None if parameter is None else fsdp_param_of(parameter)  # none of a whole one, registered for a time
+        # A full parameter that is registered for a time (`full_parameters`) has no `FSDPParam`, and loads as any.
+        param = None if parameter is None else fsdp_param_of(parameter)
         value = state_dict.get(f"{prefix}{name}")
         if param is not None and isinstance(value, torch.Tensor) and _is_otherwise(value, param):
             state_dict[f"{prefix}{name}"] = _rows(value, param, copies=bool(local_metadata.get(_ASSIGNS)))
 
 
 def refuse_of_another_rank(value: torch.Tensor, name: str) -> None:
-    """Refuse a DTensor that another rank has pickled: what lies under it are that rank's rows, and not this one's.
+    """Refuse a DTensor that another rank has pickled: its local tensor has that rank's rows, not this one's.
 
     Raises:
-        FSDPValueError: it is one.
+        FSDPValueError: ``value`` is such a DTensor.
     """
     if not isinstance(value, DTensor) or not dist.is_initialized():
         return
@@ -62,7 +63,7 @@ def refuse_of_another_rank(value: torch.Tensor, name: str) -> None:
 
 
 def _is_otherwise(value: torch.Tensor, param: FSDPParam) -> bool:
-    """Whether ``value`` is of the shape of ``param``, and does not lie as it does."""
+    """Whether ``value`` has the shape of ``param``, but another mesh or placements, or is no DTensor."""
     refuse_of_another_rank(value, param.path)
     sharded = param.sharded
     if value.shape != sharded.shape:
@@ -74,7 +75,7 @@ def _is_otherwise(value: torch.Tensor, param: FSDPParam) -> bool:
 
 
 def _rows(value: torch.Tensor, param: FSDPParam, *, copies: bool) -> DTensor:
-    """This rank's part of ``value``; on the memory of ``value``, unless it ``copies``."""
+    """This rank's rows of ``value`` as a DTensor: on the memory of ``value``, unless it ``copies``."""
     whole = value.full_tensor() if isinstance(value, DTensor) else value.detach()
     mesh, partition, spec = param.sharding.mesh, param.sharding.partition, param.sharding.unsharded_spec
     if spec is not None:  # tensor parallelism has cut it first

@@ -1,21 +1,21 @@
 """All-gather, reduce-scatter and all-reduce as sends and receives between all pairs of ranks: no thread, no copy.
 
-For backends whose own collectives do more than that: gloo's reduce-scatter sends twice what it must (it is an
-all-reduce) and clones its input, its all-gather goes through an output of its own. On 2 to 64 ranks, 16 KiB to
-16 MiB: 0.3 to 1.05 of the CPU time of gloo's own all-gather, 0.3 to 0.75 of its reduce-scatter, and no clone of the
-gradients (``python -m benchmarks.primitives``).
+This is for gloo, whose own collectives do more than that. Its reduce-scatter sends twice as much as it must (it is an
+all-reduce) and clones its input; its all-gather goes through an output of its own. On 2 to 64 ranks, 16 KiB to 16 MiB,
+this takes 0.3 to 1.05 of the CPU time of gloo's all-gather, 0.3 to 0.75 of that of its reduce-scatter, and makes no
+clone of the gradients (``python -m benchmarks.primitives``).
 
 [Note: tags and what is abandoned]
-Every exchange over a process group has the next number, and its tag is a hash of 30 bits of that and of the `Label` of
-what it is of. Ranks issue the same exchanges in the same order; where they do not, tags differ, so that no rank ever
-takes another's parameters or gradients for its own, whatever their sizes: it waits, and a watchdog finds out why
-(`plugs/watchdog/`). An exchange that an exception has abandoned (nobody waits for it) must not be forgotten while
-messages are under way into its buffers: it is kept until a later one over the same group is done, for messages between
-two ranks arrive in order.
+Every exchange over a process group has the next number. Its tag is a hash of 30 bits of that number and of its `Label`.
+Ranks issue the same exchanges in the same order. Where they do not, tags differ, so no rank ever takes another's
+parameters or gradients for its own, whatever their sizes: it waits, and a watchdog finds out why
+(`plugs/watchdog/`). An exchange that an exception has abandoned (nobody waits for it) must not be freed while
+messages are under way into its buffers. It is kept until a later exchange over the same group is done, for messages
+between two ranks arrive in order.
 
 [Note: all or nothing]
-The messages of an exchange are launched by one call of C, between two of whose steps no Ctrl-C comes: a rank that had
-begun to receive and not to send would leave the others waiting.
+One call into C launches all messages of an exchange, so no Ctrl-C comes between two of them. A rank that had begun to
+receive, but not to send, would leave the others waiting.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from fsdp2.plugs.transports import announce
 
 _FIRST_TAG = 1 << 30
 _MIXED = 2_654_435_761
-"""Odd: numbers of one label have the same tag only if they are 2 ** 30 apart."""
+"""An odd factor: numbers of one label have the same tag only if they are 2 ** 30 apart."""
 
 _receive: Callable[..., dist.Work] = dist.ProcessGroup.recv
 _send: Callable[..., dist.Work] = dist.ProcessGroup.send
@@ -52,10 +52,10 @@ class Line:
     """The exchanges over one process group.
 
     Attributes:
-        begun: how many there were.
-        kept: those that are not known to be done, by number.
-        recent: the last ones.
-        broken: numbers of those whose messages could not all be launched.
+        begun: how many exchanges have begun.
+        kept: exchanges that are not known to be done, by number.
+        recent: records of the last exchanges.
+        broken: numbers of the exchanges whose messages could not all be launched.
     """
 
     __slots__ = ("begun", "broken", "kept", "recent")
@@ -68,16 +68,16 @@ class Line:
 
 
 LINES: WeakKeyDictionary[dist.ProcessGroup, Line] = WeakKeyDictionary()
-"""By process group."""
+"""The exchanges of each process group."""
 
 
 def tag_of(label: Label, number: int) -> int:
-    """Of the messages of an exchange."""
+    """The tag of the messages of exchange ``number``, which is of ``label``."""
     return _FIRST_TAG + (label.bits + number * _MIXED) % _FIRST_TAG
 
 
 class Message(NamedTuple):
-    """One that may be under way: ``part`` from or to the rank ``peer`` of the group."""
+    """A message that may be under way: ``part`` comes from, or goes to, the rank ``peer`` of the group."""
 
     peer: int
     arrives: bool
@@ -85,13 +85,13 @@ class Message(NamedTuple):
 
 
 class Exchange:
-    """One exchange under way: a work, to be waited for.
+    """One exchange under way. It is a work: callers wait for it.
 
     Attributes:
-        group: of its ranks.
-        label: what it is of.
-        number: over that group, once it was launched.
-        tag: of its messages.
+        group: the process group that it runs over.
+        label: what it is for.
+        number: its number over that group, once it was launched.
+        tag: the tag of its messages.
     """
 
     def __init__(self, group: dist.ProcessGroup, label: Label = UNNAMED) -> None:
@@ -100,15 +100,15 @@ class Exchange:
         self.number = self.tag = -1
         self._line: Line | None = None
         self._messages: list[dist.Work] = []
-        self._left: Iterator[dist.Work] | None = None  # to be waited for; None: all
+        self._left: Iterator[dist.Work] | None = None  # messages that were not waited for; None: all of them
         self._parts: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] = ((), ())
         self._failure = ""
 
     def launch(self, arriving: Sequence[torch.Tensor], leaving: Sequence[torch.Tensor]) -> None:
-        """Begin to receive ``arriving`` from each rank in turn, and to send ``leaving`` to each, but this one.
+        """Begin to receive ``arriving`` from each other rank in turn, and to send ``leaving`` to each of them.
 
         Raises:
-            FSDPRuntimeError: nothing may be exchanged, see `Place.stopped`; or a rank is gone, as of `wait`.
+            FSDPRuntimeError: `Place.stopped` forbids exchanges; or a rank is gone, as in `wait`.
         """
         if PLACE.stopped:
             raise_stopped()
@@ -122,6 +122,7 @@ class Exchange:
         sources, targets = _peers(group)
         receives = map(_receive, repeat(group), [[arriving[each]] for each in sources], sources, repeat(tag))
         sends = map(_send, repeat(group), [[leaving[each]] for each in targets], targets, repeat(tag))
+        # Noted before anything is sent: whatever Ctrl-C leaves under way is in `kept`, with its buffers.
         try:
             self._line, self.number, self.tag, self._parts = line, number, tag, (arriving, leaving)
             line.kept[number] = self
@@ -129,16 +130,16 @@ class Exchange:
             line.recent.append(Record(number, self.label, PLACE.step, PLACE.phase))
             self._messages.extend(chain(receives, sends))
         except BaseException as failure:
-            if len(self._messages) < len(sources) + len(targets):  # else it was Ctrl-C, after all of them
+            if len(self._messages) < len(sources) + len(targets):  # else it is Ctrl-C, and all were launched
                 self._fail(failure)
                 line.broken.append(number)
-                if type(failure) is RuntimeError:  # gloo's, where a connection is lost already
+                if type(failure) is RuntimeError:  # gloo raises it if a connection is lost already
                     raise FSDPRuntimeError(LOST.text(self, failure)) from failure
             raise
 
     @property
     def has_failed(self) -> bool:
-        """Whether it was waited for, or launched, in vain; or an exception came before anything was sent."""
+        """Whether a launch or a wait has failed, or an exception came before anything was sent."""
         return bool(self._failure) or self.number < 0
 
     def _fail(self, failure: BaseException) -> None:
@@ -146,25 +147,26 @@ class Exchange:
 
     @property
     def waited_for(self) -> int:
-        """How many messages, with that which is waited for now."""
+        """How many messages were waited for, the present one included."""
         return 0 if self._left is None else len(self._messages) - length_hint(self._left)
 
     def pending(self) -> list[Message]:
-        """The messages that were not waited for yet; asked for by another thread."""
+        """The messages that were not waited for yet. The watchdog's thread calls this."""
         (arriving, leaving), done = self._parts, self.waited_for
         if not arriving or self._failure:
             return []
         sources, targets = _peers(self.group)
         every = [Message(each, True, arriving[each]) for each in sources]
         every += [Message(each, False, leaving[each]) for each in targets]
+        # The one that is waited for now has left the iterator, and may not have arrived.
         return every[max(done - 1, 0) :]
 
     def wait(self) -> bool:
-        """Block the host until all has arrived; nothing to do the second time.
+        """Block the host until all has arrived. A second call returns at once.
 
         Raises:
-            FSDPRuntimeError: the ranks can never meet (`Place.stopped`), or a rank is gone, with its number. From then
-                on the same, without waiting.
+            FSDPRuntimeError: the ranks can never meet (`Place.stopped`); or a rank is gone, which is named. Later calls
+                raise it again, without waiting.
         """
         if self._failure:
             raise FSDPRuntimeError(f"an exchange with other ranks has failed before: {self._failure}")
@@ -172,7 +174,7 @@ class Exchange:
             self._left = iter(self._messages)
         PLACE.waiting = self
         try:
-            # Each once, as gloo would wait for another of the same tag; from C: Ctrl-C shows when all have arrived.
+            # Each message once: gloo would wait for another of the same tag. In C: Ctrl-C waits until all have arrived.
             deque(map(_wait, self._left), 0)
         except Exception as failure:
             self._fail(failure)
@@ -185,8 +187,9 @@ class Exchange:
             self._failure = PLACE.stopped
             raise_stopped()
         self._parts = ((), ())
-        self._messages, self._left = [], None  # which hold what they carried
+        self._messages, self._left = [], None  # works hold the tensors that they carried
         if self._line is not None:
+            # Messages between two ranks arrive in order: what was begun earlier has arrived too.
             kept = self._line.kept
             for number in [each for each in kept if each <= self.number]:
                 del kept[number]
@@ -194,11 +197,11 @@ class Exchange:
 
 
 class Lost:
-    """What is said of a message that failed, and done before the next ones; `plugs/watchdog/` knows more."""
+    """Describes a message that failed. A port: `plugs/watchdog/` puts a class here that knows more."""
 
     def text(self, exchange: Exchange, failure: Exception) -> str:
-        """For an exchange that failed so."""
-        waited_for = (exchange.waited_for or len(exchange._messages) + 1) - 1  # 0: it was not launched to its end
+        """The text of the error for an ``exchange`` that ``failure`` has ended."""
+        waited_for = (exchange.waited_for or len(exchange._messages) + 1) - 1  # the launch failed if it is 0
         sources, targets = _peers(exchange.group)
         peer = [*sources, *targets][waited_for]
         rank = dist.get_global_rank(exchange.group, peer)
@@ -208,7 +211,7 @@ class Lost:
         )
 
     def first_number(self, group: dist.ProcessGroup) -> int:
-        """Of the exchanges over ``group``, where there was none before."""
+        """The number of the first exchange over ``group``."""
         return 0
 
 
@@ -218,7 +221,7 @@ _PEERS: WeakKeyDictionary[dist.ProcessGroup, tuple[list[int], list[int]]] = Weak
 
 
 def _peers(group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
-    """From whom is received, and to whom sent, in which order."""
+    """The ranks to receive from, and those to send to, in this order: nearest neighbours first, to spread the load."""
     known = _PEERS.get(group)
     if known is None:
         rank, world_size = group.rank(), group.size()
@@ -229,11 +232,13 @@ def _peers(group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
 
 
 class _Sum(Exchange):
-    """A reduce-scatter: what has arrived is added up.
+    """A reduce-scatter, which adds what has arrived.
 
     Attributes:
-        terms: one for each rank, until they are added.
-        taken: what they were received in, if it is to be freed.
+        terms: what each rank has sent, until they are added.
+        output: where the sum goes.
+        is_mean: whether the mean is asked for.
+        taken: the buffers that they were received in, if these are to be freed.
     """
 
     terms: list[torch.Tensor]
@@ -253,9 +258,9 @@ class _Sum(Exchange):
 
 
 def add_up(terms: Sequence[torch.Tensor], output: torch.Tensor, *, is_mean: bool) -> None:
-    """``output`` is the sum of ``terms``, two or more, in their order; or their mean. It may be the first of them.
+    """Set ``output`` to the sum or mean of two or more ``terms``, added in their order. It may be the first of them.
 
-    It is of their dtype, or of a wider one, in which they are added.
+    The dtype of ``output``, theirs or a wider one, is the one that they are added in.
     """
     with _torch.without_grad():
         if terms[0].dtype is output.dtype:
@@ -275,7 +280,7 @@ def all_gather(
     works: list[Any],
     label: Label = UNNAMED,
 ) -> None:
-    """Begin to gather ``input`` (n,) of every rank into ``output`` (world_size * n,): done when ``works`` are."""
+    """Begin to gather ``input`` (n,) of every rank into ``output`` (world_size * n,). It is done once ``works`` are."""
     rank, numel = group.rank(), input.numel()
     if numel == 0:
         return
@@ -296,12 +301,12 @@ def reduce_scatter(
     arena: Arena = ALLOCATOR,
     label: Label = UNNAMED,
 ) -> None:
-    """Begin to sum (or average) ``input`` (world_size * n,) over the ranks, its part of this rank into ``output`` (n,).
+    """Begin to reduce ``input`` (world_size * n,) over the ranks, and this rank's part of it into ``output`` (n,).
 
-    Terms are added in the order of the ranks, one after the other, in the dtype of ``output``. ``input`` is only read,
-    and may be of a narrower dtype: its elements travel as they are.
-    ``works`` are to be waited for: the last of them adds. Until then n elements for each other rank are kept, in
-    memory of ``arena``; what is never waited for never goes back there, for it may yet be received.
+    Terms are added in rank order in the dtype of ``output``. ``input`` is only read, and may be of a narrower dtype,
+    in which it then travels. Callers wait for ``works``; the last of them adds. Until then n elements for each
+    other rank are kept, in memory of ``arena``. If nobody ever waits, that memory never goes back to the arena, for
+    messages may still arrive there.
     """
     rank, world_size, numel = group.rank(), group.size(), output.numel()
     if numel == 0:
@@ -319,12 +324,13 @@ def reduce_scatter(
 
 
 class _SumOfAll(Exchange):
-    """An all-reduce: this rank's piece of ``output`` is summed, and then sent to all others.
+    """An all-reduce: this rank sums its piece of ``output`` and then sends it to all others.
 
     Attributes:
-        output: summed in place.
-        terms: this rank's piece of all ranks.
-        pieces: of ``output``, one for each rank.
+        output: the tensor that is summed in place.
+        is_mean: whether the mean is asked for.
+        terms: this rank's piece, as each rank has sent it.
+        pieces: the pieces of ``output``, one for each rank.
     """
 
     output: torch.Tensor
@@ -334,11 +340,11 @@ class _SumOfAll(Exchange):
     _second: Exchange | None = None
 
     def wait(self) -> bool:
-        """Block the host until ``output`` holds the result. An interrupted wait goes on where it was."""
+        """Block the host until ``output`` holds the result. A wait that Ctrl-C interrupted can be resumed."""
         super().wait()
         try:
             if self._second is None:
-                # Apart, for the own term is a part of the output: to be added again after Ctrl-C.
+                # Not in place: this rank's own term is a piece of the output, and Ctrl-C may let us add again.
                 total = torch.empty_like(self.terms[0])
                 add_up(self.terms, total, is_mean=self.is_mean)
                 self._second = Exchange(self.group, self.label)
@@ -355,7 +361,7 @@ class _SumOfAll(Exchange):
 
 
 class _SumOfWholes(Exchange):
-    """An all-reduce in which ranks, two or with little to say, send each other everything; fields as of `_SumOfAll`."""
+    """An all-reduce for two ranks, or few elements: ranks send each other everything. Fields as in `_SumOfAll`."""
 
     output: torch.Tensor
     is_mean: bool
@@ -364,7 +370,7 @@ class _SumOfWholes(Exchange):
     def wait(self) -> bool:
         """Block the host until ``output`` holds the result."""
         super().wait()
-        terms, self.terms = self.terms, []  # first: the own one is the output, and adding twice is wrong
+        terms, self.terms = self.terms, []  # taken first: the own term is the output, which must not be added twice
         if terms:
             try:
                 add_up(terms, self.output, is_mean=self.is_mean)
@@ -379,7 +385,7 @@ def all_reduce(
 ) -> None:
     """Begin to sum (or average) ``output`` (n,) over the ranks, in place.
 
-    Terms are added in the order of the ranks, so that all get the same bits.
+    All ranks add the terms in rank order, so all get the same bits.
     """
     rank, world_size, numel = group.rank(), group.size(), output.numel()
     if numel == 0:
@@ -388,6 +394,7 @@ def all_reduce(
     pieces: Sequence[torch.Tensor]
     if world_size == 2 or numel < world_size:
         exchange, pieces = _SumOfWholes(group, label), [output] * world_size
+        # The first addition overwrites the output: with more than two terms the own one must lie elsewhere.
         own = output if world_size == 2 else output.clone()
     else:
         exchange = _SumOfAll(group, label)
@@ -400,14 +407,14 @@ def all_reduce(
 
 
 def can_reduce(op: Any) -> bool:
-    """Whether `reduce_scatter` knows ``op``."""
+    """Whether `reduce_scatter` and `all_reduce` can do ``op``."""
     return op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)  # type: ignore[comparison-overlap]
 
 
 class PeerToPeer(Native):
-    """Messages between all pairs of ranks; terms are added in rank order, in the dtype of the output.
+    """Messages between all pairs of ranks. Terms are added in rank order, in the dtype of the output.
 
-    Messages are told apart by their tags, so a rank's collectives may come in any order.
+    Tags tell messages apart, so a rank's collectives may come in any order.
     """
 
     is_ordered = False
@@ -415,14 +422,14 @@ class PeerToPeer(Native):
     way = "peer to peer"
 
     def compare(self, everyone: torch.Tensor, mine: torch.Tensor) -> None:
-        """One exchange, which is known by its label as others are."""
+        """Gather ``mine`` in an exchange of its own, which has a label as others have."""
         works: list[Any] = []
         all_gather(everyone, mine, self.group, works, self.label)
         for work in works:
             work.wait()
 
     def sum(self, tensor: torch.Tensor, op: Any, works: Works) -> None:
-        """One work."""
+        """Reduce ``tensor`` in place. Adds one work; without works, or for other operations, gloo's own collective."""
         if works is None or not can_reduce(op):
             super().sum(tensor, op, works)
             return
@@ -431,7 +438,7 @@ class PeerToPeer(Native):
         all_reduce(tensor, op, self.group, works, self.label)
 
     def all_gather(self, members: Sequence[Transfer], works: Works, user_waits: bool = False) -> None:
-        """One work for each member."""
+        """Adds one work for each member; without works, gloo's own collective."""
         if works is None:
             super().all_gather(members, works)
             return
@@ -441,7 +448,7 @@ class PeerToPeer(Native):
             all_gather(output, input, self.group, works, self.label)
 
     def reduce_scatter(self, members: Sequence[Transfer], op: Any, works: Works, arena: Arena = ALLOCATOR) -> None:
-        """One work for each member."""
+        """Adds one work for each member; without works, or for other operations, gloo's own collective."""
         if works is None or not can_reduce(op):
             super().reduce_scatter([(output, input.to(output.dtype)) for output, input in members], op, works)
             return
@@ -452,13 +459,13 @@ class PeerToPeer(Native):
 
 
 class _OfFakeGroups(Native):
-    """A fake group is taken for the gloo group that it stands for."""
+    """torch's fake backend, which simulations use, with the abilities of the gloo group that it stands for."""
 
     is_ordered = False
     widens = True
 
     def reduce_scatter(self, members: Sequence[Transfer], op: Any, works: Works, arena: Arena = ALLOCATOR) -> None:
-        """What is narrower is received as it is, and cast."""
+        """Receive members of a narrower dtype in that dtype, and cast them to that of the output."""
         received = [
             output if output.dtype is input.dtype else input.new_empty(output.shape) for output, input in members
         ]
@@ -469,7 +476,7 @@ class _OfFakeGroups(Native):
 
 
 MAX_PEERS = 64
-"""Beyond, nothing was measured: a rank sends a message to every other, more of them and smaller ones."""
+"""Above this size the backend's own collectives are used: a rank would send many small messages, and none was timed."""
 
 
 def _for_few(few: type[Native]) -> Callable[[dist.ProcessGroup], Native]:

@@ -1,4 +1,4 @@
-"""A watchdog: ranks that can never meet raise, with the names of both, instead of waiting for ever."""
+"""A watchdog: ranks that can never meet raise an error that names both, instead of waiting for ever."""
 
 from fsdp2.plugs.watchdog.public import flight_record, set_watchdog
 

@@ -1,8 +1,8 @@
 """Compares what ranks have begun over groups whose collectives carry no name: NCCL's, and gloo's among many ranks.
 
-Every rank publishes, now and then, what it has begun last over each group; the group's first rank compares. Ranks that
-have begun different exchanges as their n-th have received each other's values, or will, if the sizes are equal; they
-wait for ever if not. Either way that cannot be mended: all are told, and raise.
+Every rank publishes now and then what it has begun last over each group, and the group's first rank compares. If ranks
+have begun different exchanges as their n-th, they have received each other's values, or will, if sizes are equal; else
+they wait for ever. Neither can be mended, so all ranks are told, and raise.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Published:
     """What one rank has begun over one group.
 
     Attributes:
-        begun: how many exchanges.
-        bits: of the labels of the last ones.
-        marks: how many there had been, and the digest then.
+        begun: how many exchanges have begun.
+        bits: the bits of the labels of the last exchanges.
+        marks: pairs of how many had begun at some earlier time, and the digest at that time.
     """
 
     begun: int
@@ -42,19 +42,20 @@ class Published:
 
     @classmethod
     def of(cls, order: Order) -> Published:
-        """What ``order`` says, by another thread than that which begins exchanges."""
+        """Read ``order``. Called by the watchdog's thread, while the training thread begins exchanges."""
+        # `begun` comes from the copy: read by itself, it might count an exchange that the copy does not have.
         recent = list(order.recent)
         begun = recent[-1].number + 1 if recent else 0
         return cls(begun, tuple(each.label.bits for each in recent), tuple(order.marks))
 
     def to_json(self) -> str:
-        """For the store."""
+        """The text for the store."""
         packed = base64.b64encode(struct.pack(f"<{len(self.bits)}I", *self.bits)).decode()
         return json.dumps([self.begun, packed, self.marks])
 
     @classmethod
     def from_json(cls, text: str) -> Published:
-        """What another rank has written."""
+        """Read what another rank has written to the store."""
         begun, packed, marks = json.loads(text)
         raw = base64.b64decode(packed)
         bits = struct.unpack(f"<{len(raw) // 4}I", raw)
@@ -62,7 +63,7 @@ class Published:
 
 
 def difference(published: Mapping[int, Published], name: Callable[[int], str] = label_of_bits) -> str:
-    """How the ranks' orders differ, which one first; "" if they do not, as far as they can be compared.
+    """How the orders of the ranks differ, at the first exchange that does; "" if what can be compared is equal.
 
     >>> difference({0: Published(2, (7, 8), ()), 3: Published(3, (7, 9, 8), ())}, "exchange {}".format)
     'ranks 0 and 3 differ in exchange 1 of their process group: rank 0 has begun exchange 8, and rank 3 exchange 9.'
@@ -79,6 +80,7 @@ def difference(published: Mapping[int, Published], name: Callable[[int], str] = 
 def _first_difference(
     one: int, mine: Published, other: int, theirs: Published, name: Callable[[int], str]
 ) -> tuple[int, int, str] | None:
+    # Digests show that the orders differed at some time; the labels that are still remembered show where.
     marks = dict(mine.marks)
     wrong = sorted(number for number, digest in theirs.marks if marks.get(number, digest) != digest)
     start = max(mine.begun - len(mine.bits), theirs.begun - len(theirs.bits))
@@ -107,11 +109,11 @@ def _at(published: Published, number: int) -> int:
 
 
 class Comparison:
-    """One rank's part in it.
+    """One rank's part in the comparison.
 
     Args:
-        store: that all ranks share.
-        rank: this one's, in the world.
+        store: the store that all ranks share.
+        rank: this rank, counted in the world.
     """
 
     def __init__(self, store: Any, rank: int) -> None:
@@ -119,7 +121,7 @@ class Comparison:
         self._told: dict[str, int] = {}
 
     def look(self, epoch: int) -> str:
-        """Publish what is new, and compare what is where this rank is the first of a group; "" if nothing differs."""
+        """Publish what is new, and compare the groups that this rank is the first of. Returns the difference, or ""."""
         for group, order in list(ORDERS.items()):
             if not order.begun or not is_live(group):
                 continue
@@ -143,5 +145,5 @@ class Comparison:
 
 
 def orders_of_live_groups() -> dict[dist.ProcessGroup, Order]:
-    """Those in which something was begun."""
+    """The orders of groups that are alive, and over which something was begun."""
     return {group: order for group, order in list(ORDERS.items()) if order.begun and is_live(group)}

@@ -1,4 +1,4 @@
-"""`set_watchdog` and `flight_record`, and what starts the thread."""
+"""`set_watchdog` and `flight_record`, and the functions that start and stop the thread."""
 
 from __future__ import annotations
 
@@ -38,28 +38,27 @@ _CHOSEN = _Chosen()
 
 @checked(seconds=at_least(0))
 def set_watchdog(seconds: float = 10.0, *, dump_signal: int | None = None) -> None:
-    """Let ranks that wait for others longer than ``seconds`` find out why. 10 by default; 0: they wait, as torch's do.
+    """Let ranks that wait for others longer than ``seconds`` find out why. 0 turns that off: they wait as torch's do.
 
-    A thread of each rank, which is there from the first `fully_shard` over several ranks on, answers through the
-    process group's store. If the ranks can never meet (they run different modules, or in another order; a process is
-    gone, or stopped), all of them raise the same FSDPRuntimeError, which names the ranks, the modules and the lines
-    of the program that they are in. (A rank in a collective of torch's logs it, and gets its backend's error.) If a
-    rank is only slow, in the program's own code, the logger ``fsdp2`` warns, once, and nothing is raised however long
-    it takes.
+    A thread of each rank, which the first `fully_shard` over several ranks starts, answers through the process group's
+    store. If the ranks can never meet (they run different modules, or in another order; a process is gone, or stopped),
+    all of them raise the same FSDPRuntimeError. It names the ranks, the modules and the lines of the program that they
+    are in. (A rank that waits in a collective of torch's logs it, and gets its backend's error.) If a rank is only
+    slow, in the program's own code, the logger ``fsdp2`` warns once, and nothing is raised however long it takes.
 
-    Each rank may set it as it likes; only those that wait ask. Where ranks exchange by NCCL, or more than 64 by gloo,
-    collectives are torch's own and carry no name: the threads compare once a second what ranks have begun. If that
-    differs, all ranks raise at their next exchange; one that hangs on a device is told of by the logger, and torch's
-    own timeout ends it.
+    Ranks may set different values; only those that wait ask. Where ranks exchange by NCCL, or more than 64 by gloo,
+    collectives are torch's own and carry no name, so the threads compare once a second what ranks have begun. If that
+    differs, all ranks raise at their next exchange. If one hangs on a device, the logger tells of it, and torch's own
+    timeout ends it.
 
     Args:
-        seconds: see above.
-        dump_signal: the number of a signal (``signal.SIGUSR2``), upon which this rank prints where it is and its
+        seconds: how long a rank waits before it asks the others.
+        dump_signal: the number of a signal (``signal.SIGUSR2``). When it comes, this rank prints where it is and its
             `flight_record` to stderr, also while it waits for others. None: no signal.
 
     Raises:
-        FSDPTypeError, FSDPValueError: not a number >= 0, or no such signal.
-        FSDPRuntimeError: a signal, but not from the main thread, or another library listens to signals.
+        FSDPTypeError, FSDPValueError: ``seconds`` is not a number >= 0, or there is no such signal.
+        FSDPRuntimeError: a signal was given outside of the main thread, or another library listens to signals.
     """
     listen(dump_signal)
     _CHOSEN.seconds = float(seconds)
@@ -69,7 +68,7 @@ def set_watchdog(seconds: float = 10.0, *, dump_signal: int | None = None) -> No
 
 
 def start() -> None:
-    """Start the thread, if it is to be and is not there."""
+    """Start the thread, unless it runs already, or there is nothing to watch."""
     if not _CHOSEN.seconds or not dist.is_initialized() or dist.get_world_size() == 1:
         return
     world = dist.group.WORLD
@@ -82,7 +81,7 @@ def start() -> None:
 
 
 def stop() -> None:
-    """End the thread, if there is one."""
+    """Stop the thread, if there is one."""
     if _CHOSEN.watchdog is not None:
         _CHOSEN.watchdog.stop()
 
@@ -92,17 +91,17 @@ def _end() -> None:
     if watchdog is None:
         return
     watchdog.stop()
-    if isinstance(getattr(sys, "last_value", None), RuntimeError):  # a backend's names addresses
-        with contextlib.suppress(RuntimeError):  # who keeps the store is gone as well
+    if isinstance(getattr(sys, "last_value", None), RuntimeError):  # a backend's error names addresses, not ranks
+        with contextlib.suppress(RuntimeError):  # the rank that keeps the store is gone as well
             if gone := watchdog.gone_among(range(watchdog.world_size), or_stopped=False):
                 LOG.error("This error may come of it that the processes of the ranks %s are gone.", gone)
 
 
-atexit.register(_end)  # a thread that is in the store when Python goes would end the process
+atexit.register(_end)  # a thread that uses the store while Python shuts down would end the process
 
 
 def _refuse_if_alone(groups: Iterable[FSDPParamGroup]) -> None:
-    # What a rank waits in that carries no name (as NCCL's, or of more than 64 ranks) is not ended by others.
+    # Others cannot end a rank's wait in a collective that carries no name (NCCL's, or gloo's of more than 64 ranks).
     over = {
         (ranks, each.mesh.device) for each in groups for ranks in (each.mesh.shard_group, each.mesh.replicate_group)
     }
@@ -118,7 +117,7 @@ def _refuse_if_alone(groups: Iterable[FSDPParamGroup]) -> None:
 
 
 def _tell() -> None:
-    """Tell the others, unless they know; this rank goes on as they do, without raising."""
+    """Tell the other ranks that this one leaves its step, unless they know. This rank does not raise."""
     if _CHOSEN.watchdog is not None:
         _CHOSEN.watchdog.abandon()
         PLACE.restart()
@@ -134,7 +133,7 @@ def _restart() -> None:
 
 def _ask_why() -> None:
     if _CHOSEN.watchdog is not None:
-        with contextlib.suppress(RuntimeError):  # who keeps the store is gone as well
+        with contextlib.suppress(RuntimeError):  # the rank that keeps the store is gone as well
             _CHOSEN.watchdog.look_for_verdict()
 
 
@@ -143,22 +142,22 @@ FAILED.append(_ask_why)
 
 
 def gone_among(ranks: Iterable[int]) -> list[int]:
-    """Those of ``ranks`` whose processes, on this host, are gone, not only stopped; none where nothing watches."""
+    """The ranks among ``ranks`` whose processes on this host are gone, not only stopped; [] without a watchdog."""
     return [] if _CHOSEN.watchdog is None else _CHOSEN.watchdog.gone_among(ranks, or_stopped=False)
 
 
 class _OfWatchdog(Lost):
-    """What the watchdog knows of ranks that are lost."""
+    """Describes a message that failed with what the watchdog knows of lost ranks."""
 
     def text(self, exchange: Exchange, failure: Exception) -> str:
-        """Names the rank whose process is gone, which need not be the one that was waited for."""
+        """The text of the error. It names the rank whose process is gone, which need not be the one waited for."""
         found = super().text(exchange, failure)
         watchdog = _CHOSEN.watchdog
         if watchdog is None:
             return found
         try:
             gone = watchdog.gone_among(dist.get_process_group_ranks(exchange.group), or_stopped=True)
-        except RuntimeError:  # who keeps the store is gone as well
+        except RuntimeError:  # the rank that keeps the store is gone as well
             return found
         if not gone:
             return found
@@ -169,7 +168,7 @@ class _OfWatchdog(Lost):
         )
 
     def first_number(self, group: dist.ProcessGroup) -> int:
-        """As the last verdict says."""
+        """The first number since the last verdict."""
         return 0 if _CHOSEN.watchdog is None else _CHOSEN.watchdog.first_number
 
 
@@ -179,11 +178,11 @@ def _dump(place: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FlightRecord:
-    """The last exchanges of this rank, by process group: ``str()`` is a table, ``to_json()`` a text for programs.
+    """The last exchanges of this rank, by process group. ``str()`` is a table, ``to_json()`` a text for programs.
 
     Attributes:
-        rank: of this process; None without a process group.
-        groups: for each group the ranks, and exchanges: number, what it was of, step and pass.
+        rank: the rank of this process; None without a process group.
+        groups: the exchanges over each group: number, label, step and pass. Keys name the ranks.
     """
 
     rank: int | None
@@ -198,7 +197,7 @@ class FlightRecord:
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """The same as JSON."""
+        """All of this as JSON."""
         return json.dumps(asdict(self))
 
 

@@ -1,6 +1,6 @@
-"""Ends waits that are in vain, on all ranks: each rank's thread sends, and receives, what the others wait for from it.
+"""Ends waits that are in vain, on all ranks: each rank's thread sends and receives what other ranks wait for.
 
-To a rank whose process is gone nothing can be sent: there the connection is closed, and the process group with it.
+Nothing can be sent to a rank whose process is gone: the connection to it is closed, and the process group with it.
 """
 
 from __future__ import annotations
@@ -18,48 +18,48 @@ from fsdp2.core.places import ORDERS, PLACE
 from fsdp2.plugs.transports.gloo_p2p import LINES, Exchange, tag_of
 
 _TELLS_SECONDS = 3.0
-"""For so long a rank may need to say what a verdict is."""
+"""How long a rank may need to log a verdict, before the error of a closed connection comes."""
 _SECONDS = 30.0
-"""For so long after a verdict ranks may come that wait in vain as well."""
+"""How long after a verdict ranks may still come that wait in vain as well."""
 _UNUSED_TAG = (1 << 30) - 1
 _HELD: list[Any] = []
-"""Messages of all verdicts and their memory: until the end of the process, as nobody knows when they arrive."""
+"""Messages of all verdicts with their memory, until the end of the process: nobody knows when they arrive."""
 
 
 def is_live(group: dist.ProcessGroup) -> bool:
-    """Whether ``group`` was not destroyed."""
+    """Whether ``group`` exists, and was not destroyed."""
     return _torch.knows_group(group)
 
 
 def live_groups() -> list[dist.ProcessGroup]:
-    """The groups over which there were exchanges, and may be others."""
+    """The groups over which there were exchanges, and that were not destroyed."""
     return [group for group in list(LINES) if is_live(group)]
 
 
 def key_of(group: dist.ProcessGroup) -> str:
-    """The name of ``group``, alike on its ranks, and of no other group."""
+    """The name of ``group``, the same on its ranks; no other group has it."""
     return f"{group.group_name}:{','.join(map(str, dist.get_process_group_ranks(group)))}"
 
 
 def first_number(epoch: int) -> int:
-    """Of exchanges that begin after so many verdicts: alike on all ranks, and higher than any before.
+    """The number of the first exchange after ``epoch`` verdicts: the same on all ranks, and higher than any before.
 
-    Tags tell numbers apart that differ by less than 2 ** 30: those of the exchanges that a verdict has ended, of which
-    messages may yet be under way, are not those of the next ones.
+    Tags tell numbers apart that differ by less than 2 ** 30. So messages of exchanges that a verdict has ended, which
+    may still be under way, are not taken for those of later exchanges.
     """
     return epoch * ((1 << 32) + 12_345_677)
 
 
 class Releases:
-    """What is done after one verdict.
+    """What this rank does after one verdict.
 
     Args:
-        store: that all ranks share.
-        epoch: the verdict's number.
-        rank: this one's, in the world.
-        gone: ranks whose processes are gone.
-        now: when it began.
-        ends: collectives without a name do not match: groups that a rank waits in for them are closed.
+        store: the store that all ranks share.
+        epoch: the number of the verdict.
+        rank: this rank, counted in the world.
+        gone: the ranks whose processes are gone.
+        now: the time at which it began.
+        ends: whether collectives without a name did not match. Then groups are closed that this rank waits in for one.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class Releases:
         self._gone = frozenset(gone)
         self._done: set[tuple[Any, ...]] = set()
         self._closed: set[tuple[str, int]] = set()
-        self.to_close: list[dist.ProcessGroup] = []  # that this rank waits over, in a collective of torch's
-        self.told_first: list[int] = []  # ranks that wait so, and say why before the error of a closed connection comes
+        self.to_close: list[dist.ProcessGroup] = []  # groups that this rank waits over, in a collective of torch's
+        self.told_first: list[int] = []  # ranks that wait likewise: each logs the verdict before connections close
 
     def go_on(self, now: float) -> bool:
-        """Do what has come up since; whether there may be more."""
+        """Serve what other ranks have asked for since the last call. Returns whether there may be more."""
         told = [f"pending/{self._epoch}/{rank}" for rank in self.told_first]
         if self.to_close and (now - self._began > _TELLS_SECONDS or self._store.check(told)):
             for group in self.to_close:
@@ -92,6 +92,7 @@ class Releases:
                 continue  # begun since all have raised
             for message in exchange.pending():
                 peer = ranks[message.peer]
+                # A closed connection ends the wait with an error; a living rank is asked for the message instead.
                 if peer in self._gone:
                     self._close(key, exchange.group, message.peer)
                 else:
@@ -108,7 +109,7 @@ class Releases:
         return now - self._began < _SECONDS
 
     def _open(self) -> list[Exchange]:
-        """What may be waited for: what is waited for now, and what has been begun and not."""
+        """The exchanges that may have messages under way: the one that is waited for, and those that are kept."""
         found = {id(each): each for group in live_groups() for each in list(LINES[group].kept.values())}
         waiting = PLACE.waiting
         if isinstance(waiting, Exchange) and waiting.number >= 0 and is_live(waiting.group):
@@ -116,7 +117,7 @@ class Releases:
         return list(found.values())
 
     def _serve(self, group: dist.ProcessGroup, rank: int, line: str, tag: int, arrives: bool, nbytes: int) -> None:
-        """Do this rank's part of a message that ``rank`` waits for, if this rank has not."""
+        """Send or receive, in place of this rank, a message that ``rank`` waits for, unless this rank has begun it."""
         done = (line, rank, tag, arrives, nbytes)
         records = [each for each in list(LINES[group].recent) if each.number not in LINES[group].broken]
         if done in self._done or tag in {tag_of(each.label, each.number) for each in records}:
@@ -128,17 +129,17 @@ class Releases:
         _HELD.extend([part, exchange(part, peer, group, tag)])
 
     def close(self, group: dist.ProcessGroup) -> None:
-        """End whatever waits for ranks of ``group``, which is of no use from then on."""
+        """End whatever waits for ranks of ``group``. The group is of no use afterwards."""
         for peer in range(group.size()):
             if peer != group.rank():
                 self._close(key_of(group), group, peer)
 
     def _close(self, key: str, group: dist.ProcessGroup, peer: int) -> None:
-        """Close the connection to a rank of ``group``, which ends all waits for it: gloo does so after a timeout."""
+        """Close the connection to a rank of ``group``, which ends all waits for it: gloo closes it after a timeout."""
         if (key, peer) in self._closed or not PLACE.stopped:
             return
         self._closed.add((key, peer))
         try:
             _torch.receive(torch.zeros(1, device="cpu"), peer, group, _UNUSED_TAG).wait(timedelta(milliseconds=1))
         except RuntimeError:
-            return  # as it is meant to
+            return  # the timeout has closed the connection, as intended

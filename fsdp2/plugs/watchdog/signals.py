@@ -1,7 +1,7 @@
 """A signal on which a rank prints where it is, even while its main thread waits in C for other ranks.
 
-Python runs handlers of signals in the main thread, between two of its instructions. But the byte that it writes to the
-wake-up descriptor when a signal comes is written at once; the watchdog's thread reads it.
+Python runs signal handlers in the main thread, between two of its instructions. But it writes a byte to the wake-up
+descriptor as soon as a signal comes, and the watchdog's thread reads that byte.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def listen(number: int | None) -> None:
     """Let `was_asked` know when the signal ``number`` comes; None: leave all signals as they were.
 
     Raises:
-        FSDPValueError: this system has no such signal, or nothing can be done about it.
-        FSDPRuntimeError: not the main thread, or something else uses the wake-up descriptor.
+        FSDPValueError: this system has no such signal, or it cannot be handled.
+        FSDPRuntimeError: this is not the main thread, or something else uses the wake-up descriptor.
     """
     if number == _CHOSEN.number:
         return
@@ -71,4 +71,4 @@ def was_asked() -> bool:
 
 
 def _nothing(_number: int, _frame: object) -> None:
-    """The byte says it."""
+    """Do nothing: the byte in the wake-up descriptor tells the watchdog's thread."""

@@ -1,4 +1,4 @@
-"""What ranks tell each other of where they are: published as JSON in the process group's store, when one waits long."""
+"""What ranks tell each other about where they are: JSON in the process group's store, when one of them waits long."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 COLLECTIVE = "a collective of torch's"
-"""`WaitingRank.line` of those that carry no name: the program's own, and those of DTensors."""
+"""`WaitingRank.line` for collectives that carry no name: the program's own, and those of DTensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """One exchange that a rank has begun; fields as of `gloo_p2p.Record`."""
+    """One exchange that a rank has begun; fields as in `gloo_p2p.Record`."""
 
     number: int
     label: str
@@ -27,10 +27,10 @@ class LineState:
     """The exchanges of one process group, as one of its ranks has begun them.
 
     Attributes:
-        ranks: of the group, by their numbers in the world.
-        begun: how many.
-        broken: numbers of those that an exception interrupted while they were launched.
-        recent: the last ones.
+        ranks: the ranks of the group, counted in the world.
+        begun: how many exchanges have begun.
+        broken: numbers of the exchanges whose launch an exception interrupted.
+        recent: the last exchanges.
     """
 
     ranks: tuple[int, ...]
@@ -39,7 +39,7 @@ class LineState:
     recent: tuple[Begun, ...] = ()
 
     def find(self, number: int) -> Begun | None:
-        """The exchange of that number, if it was begun and is remembered."""
+        """The exchange of this number, if it was begun and is remembered."""
         return next((each for each in self.recent if each.number == number), None)
 
 
@@ -49,11 +49,11 @@ class WaitingRank:
 
     Attributes:
         line: the key of its process group, or `COLLECTIVE`.
-        number: of the exchange there; None of one that is not numbered.
-        label: what it is of.
-        bits: of that label.
-        seconds: for how long.
-        ranks: those that it may be over, of one that is not numbered.
+        number: the number of the exchange there; None if it has none.
+        label: what the exchange is for.
+        bits: the bits of that label.
+        seconds: how long the rank has waited.
+        ranks: the ranks that an exchange without a number may be over.
     """
 
     line: str
@@ -70,13 +70,13 @@ class State:
 
     Attributes:
         rank: its number in the world.
-        round: which question it answers: they are numbered.
-        step: forwards of roots that it has begun.
+        round: the number of the question that it answers.
+        step: how many forwards of roots have begun on it.
         phase: which pass runs, or ran last.
         at: the line of the user's code that its main thread is in.
-        failure: what exception left its last pass; "" if none did.
-        waiting: for what, also in a collective of torch's; None if it does not.
-        stopped: it is about to raise, as ranks were found that can never meet.
+        failure: which exception has left its last pass; "" if none has.
+        waiting: what it waits for, also in a collective of torch's; None if it does not wait.
+        stopped: whether it is about to raise, as ranks were found that can never meet.
         lines: its exchanges, by the keys of their groups.
     """
 
@@ -91,12 +91,12 @@ class State:
     lines: Mapping[str, LineState] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """For the store."""
+        """The text for the store."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> State:
-        """What another rank has written."""
+        """Read what another rank has written to the store."""
         found: dict[str, Any] = json.loads(text)
         waiting = found.pop("waiting")
         lines = {
@@ -115,7 +115,7 @@ class State:
         )
 
     def describe(self) -> str:
-        """One line for people."""
+        """Describe the rank in one line, for messages."""
         place = f"rank {self.rank}: step {self.step}, {self.phase}"
         if self.stopped:
             doing = "is about to raise"

@@ -1,7 +1,8 @@
-"""The thread that watches: it answers other ranks, asks them when this one waits long, and ends waits that are in vain.
+"""The watchdog's thread: it answers other ranks, asks them when this one waits long, and ends waits that are in vain.
 
-It never touches what the training thread computes with. To end a wait it lets other ranks' threads send what is waited
-for, as if their ranks had come to it (`release.py`), so that the process group goes on to work after all have raised.
+It never touches what the training thread computes with. To end a wait it lets other ranks' threads send the messages
+that are waited for, as if their ranks had come to them (`release.py`). So the process group still works after all
+ranks have raised.
 """
 
 from __future__ import annotations
@@ -37,28 +38,28 @@ LOG = logging.getLogger("fsdp2")
 
 _PREFIX = "fsdp2_watchdog"
 _TOLD = 40
-"""Exchanges of each group that are told to other ranks."""
+"""How many exchanges of each group are told to other ranks."""
 _STORE_SECONDS = 10.0
-"""An answer of the store takes less."""
+"""The timeout of the store: its answers take less."""
 _COMPARE_SECONDS = 1.0
-"""What carries no name is compared so often; by more ranks more rarely."""
+"""How often collectives without a name are compared; less often with many ranks."""
 _FAILURES = 5
-"""After so many in turn the thread gives up."""
+"""The thread gives up after this many failures in a row."""
 _STOPPED_SECONDS = 3.0
-"""A rank on this host whose process is stopped for so long, after it was asked, does not come."""
+"""A process on this host that is stopped this long after it was asked counts as gone."""
 _CALL_SECONDS = 2.0
-"""A rank that is in one of torch's collectives for so long, and begins no other, waits."""
+"""A rank that stays in one of torch's collectives this long, and begins no other, counts as waiting."""
 _SILENT_SECONDS = 60.0
-"""A rank on another host that has not answered for so long is taken for gone; on this host its process is looked at."""
+"""A rank on another host that does not answer this long counts as gone; on this host its process is looked at."""
 
 
 class Watchdog:
-    """Watches this rank, for as long as the default process group is what it was.
+    """Watches this rank as long as the default process group stays the same.
 
     Args:
-        seconds: for how long a rank waits before the others are asked.
-        before: what watched the same ranks until now.
-        dump: called with where this rank is, if a signal asks.
+        seconds: how long a rank waits before the others are asked.
+        before: the watchdog that has watched the same ranks until now.
+        dump: called with a line that says where this rank is, if a signal asks for it.
     """
 
     def __init__(self, seconds: float, before: Watchdog | None, dump: Callable[[str], None]) -> None:
@@ -68,25 +69,26 @@ class Watchdog:
         self._rank, self.world_size = dist.get_rank(), dist.get_world_size()
         is_same = before is not None and before._world is self._world
         self._has_own_store: bool = before is not None and is_same and before._has_own_store
-        # Until the thread has a connection of its own, over that which the program uses.
+        # The program's connection to the store, until the thread has one of its own.
         self._store: Any
         self._prefix: str
         if before is not None and is_same:
             self._store, self._prefix = before._store, before._prefix
         else:
-            # The store of an elastic launcher outlives a restart, with what the ranks of before have said.
+            # An elastic launcher's store outlives a restart, with what ranks have said before it.
             start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             self._store, self._prefix = _torch.shared_store(f"{_PREFIX}/{start}")
         self._ends = threading.Event()
-        self._lock = threading.Lock()  # the thread that trains may tell others that it has left a step
+        self._lock = threading.Lock()  # the training thread, too, may tell others that it has left a step
         self._abandoned = (-1, -1)
         self._main = threading.main_thread().ident
         self._waiting: Any = None
         self._since = self._alarmed = self._asked = 0.0
-        self._seen_running: set[int] = set()  # ranks, since they were asked
-        self._round = 0  # of this rank's own question
+        self._seen_running: set[int] = set()  # ranks whose processes ran at some time since they were asked
+        self._round = 0  # the number of this rank's own question; 0: it has none
         self._told = ""
         self._store.set(f"here/{self._rank}", json.dumps([_host(), os.getpid()]))
+        # An alarm is a question to all ranks. A watchdog that starts now does not answer those of before.
         self._answered = self._store.add("alarm", 0)
         self._epoch: int = before._epoch if before is not None and is_same else self._store.add("epoch", 0)
         self._comparison = Comparison(self._store, self._rank)
@@ -96,7 +98,7 @@ class Watchdog:
         self._thread.start()
 
     def is_for(self, world: dist.ProcessGroup | None) -> bool:
-        """Whether it watches the ranks of ``world``, and still does."""
+        """Whether it watches the ranks of ``world``, and its thread runs."""
         return world is self._world and self._thread.is_alive()
 
     def stop(self) -> None:
@@ -110,6 +112,7 @@ class Watchdog:
     def _run(self) -> None:
         period = max(min(0.5, self.seconds / 4), self.world_size / 2000)
         failures = 0
+        # A connection is locked while one thread waits for an answer, so this thread needs one of its own.
         if not self._has_own_store:
             try:
                 store = _torch.own_store(self._prefix)
@@ -127,7 +130,7 @@ class Watchdog:
                 with self._lock:
                     self._tick(time.monotonic())
                 failures = 0
-            except (RuntimeError, ValueError, KeyError) as failure:  # whoever keeps the store is gone, or a group
+            except (RuntimeError, ValueError, KeyError) as failure:  # the store's rank is gone, or a group is
                 failures += 1
                 LOG.debug("fsdp2's watchdog: %r", failure)
                 if failures == _FAILURES:
@@ -144,6 +147,7 @@ class Watchdog:
         if waiting is not None and not PLACE.stopped and now - max(self._since, self._alarmed) >= self.seconds:
             alarm = store.add("alarm", 1)
             self._alarmed = now
+            # The first question of this wait: silence is measured from here, although later alarms ask again.
             if not self._round:
                 self._asked = now
                 self._seen_running.clear()
@@ -164,22 +168,22 @@ class Watchdog:
     # -- what is told
 
     def _trains(self) -> int | None:
-        """The thread that runs forwards: the main one, until one has run in another."""
+        """The number of the thread that runs forwards: the main thread, until a forward has run in another one."""
         return self._main if PLACE.thread is None else PLACE.thread
 
     def _frame(self) -> FrameType | None:
-        """Where the thread that trains is."""
+        """The frame that the training thread is in."""
         return sys._current_frames().get(self._trains() or 0)
 
     def _waits_for(self) -> Any:
-        """What tells apart what this rank waits for, without holding it: the engine wants to use its memory again."""
+        """A value that identifies what this rank waits for, but does not keep it alive: the engine needs the memory."""
         if PLACE.waiting is not None:
             return id(PLACE.waiting), getattr(PLACE.waiting, "number", -1)
         call, group = _call_of(self._frame())
         return (call, group and id(group), *_torch.begun_over_groups().values()) if call else None
 
     def state(self, round: int) -> State:
-        """Where this rank is."""
+        """Describe where this rank is, in answer to question ``round``."""
         frame = self._frame()
         at, (call, group) = _line_of(frame), _call_of(frame)
         seconds = time.monotonic() - self._since if self._waits_for() == self._waiting else 0.0
@@ -221,10 +225,10 @@ class Watchdog:
             self._round = 0
 
     def _compare(self) -> None:
-        """What ranks have begun that carries no name."""
+        """Compare the collectives that carry no name, and publish a difference as a verdict."""
         found = self._comparison.look(self._epoch)
         if found:
-            LOG.error("%s", found)  # a rank may hang in what nobody can end
+            LOG.error("%s", found)  # also here: a rank may hang on a device, where nothing can raise
             self._publish({"text": found, "gone": [], "calls": [], "ends": True})
             self._answered = self._store.add("alarm", 1)
 
@@ -251,6 +255,7 @@ class Watchdog:
         store, key = self._store, f"state/{rank}"
         if store.check([key]):
             state = State.from_json(store.get(key).decode())
+            # An answer to an earlier question may be out of date: that rank may have gone on since.
             if state.round >= self._round:
                 return state
         if not store.check([f"here/{rank}"]):
@@ -260,7 +265,7 @@ class Watchdog:
         if host == _host():
             if not _runs(pid, _GONE):
                 return Silence.GONE
-            if _runs(pid):  # a profiler or a debugger stops it for moments only
+            if _runs(pid):  # a profiler or debugger stops a process only for moments
                 self._seen_running.add(rank)
         if silent < max(1.0, min(self.seconds, _STOPPED_SECONDS)):
             return Silence.NOT_YET
@@ -271,13 +276,13 @@ class Watchdog:
     # -- what follows
 
     def _publish(self, verdict: dict[str, Any]) -> None:
-        """Let all ranks carry it out, if there is no other."""
+        """Publish a verdict for all ranks to carry out. If two ranks find one at a time, the first counts."""
         text = json.dumps(verdict)
         if self._store.compare_set(f"verdict/{self._epoch}", "", text).decode() == text:
-            self._store.add("epoch", 1)  # for ranks that come later
+            self._store.add("epoch", 1)  # ranks that start later begin with this epoch
 
     def look_for_verdict(self) -> None:
-        """What this rank waited for has failed: other ranks may have ended it. By the thread that trains."""
+        """After a failed wait, see whether a verdict of another rank has ended it. Called by the training thread."""
         with self._lock:
             self._follow(time.monotonic())
 
@@ -293,16 +298,16 @@ class Watchdog:
         step, phase = PLACE.step, PLACE.phase
         if not phase.startswith("backward of "):
             return False
-        # In any thread, for a forward may run in another one than its backward. Threads go on while their frames are
-        # read, and that of a generator that yields then loses its caller.
+        # In any thread, as a forward may run in another thread than its backward. And several times: threads go on
+        # while their frames are read, and a generator's frame that yields then has lost its caller.
         if any(_runs_backward(frame) for _ in range(_LOOKS) for frame in sys._current_frames().values()):
             return False
-        return (step, phase) == (PLACE.step, PLACE.phase)  # it has not ended meanwhile, nor another begun
+        return (step, phase) == (PLACE.step, PLACE.phase)  # the backward has not ended meanwhile, and no other begun
 
     def abandon(self) -> None:
-        """Let all ranks leave the step that an exception has left on this one. By the thread that trains.
+        """Let all ranks leave the step that an exception has left on this one. Called by the training thread.
 
-        Nothing to do if they have been told, or are leaving it for another reason.
+        Nothing happens if they were told before, or are leaving the step for another reason.
         """
         with self._lock:
             self._abandon()
@@ -336,7 +341,7 @@ class Watchdog:
             self._releases.told_first = verdict["calls"]
 
     def restart(self) -> None:
-        """Number exchanges anew, alike on all ranks. By the thread that trains."""
+        """Number exchanges anew, the same way on all ranks. Called by the training thread."""
         for group in live_groups():
             LINES[group].begun = self.first_number
             LINES[group].broken.clear()
@@ -345,18 +350,18 @@ class Watchdog:
 
     @property
     def first_number(self) -> int:
-        """Of exchanges over any group, since the last verdict."""
+        """The number of the first exchange over any group since the last verdict."""
         return first_number(self._epoch)
 
     def gone_among(self, ranks: Iterable[int], *, or_stopped: bool) -> list[int]:
-        """Those of ``ranks`` that are known to be gone, as their processes on this host are, ``or_stopped``."""
+        """The ranks among ``ranks`` whose processes on this host are gone; ``or_stopped``: or stopped."""
         here = [(rank, f"here/{rank}") for rank in ranks if rank != self._rank]
         places = [(rank, *json.loads(self._store.get(key))) for rank, key in here if self._store.check([key])]
         ends = _STOPPED + _GONE if or_stopped else _GONE
         for _ in range(_LOOKS):
             if found := [rank for rank, host, pid in places if host == _host() and not _runs(pid, ends)]:
                 return found
-            time.sleep(0.1)  # a process that is killed closes its connections before it has ended
+            time.sleep(0.1)  # a killed process closes its connections before it has ended
         return []
 
 
@@ -377,13 +382,13 @@ def _line_state(group: dist.ProcessGroup, line: Line) -> LineState:
 
 
 def told(recent: Iterable[Record]) -> tuple[Begun, ...]:
-    """Exchanges that the thread which trains has begun, for others to read."""
+    """Copies of records that the training thread appends to, for other threads and ranks."""
     found = list(recent)
     return tuple(Begun(each.number, each.label.text, each.label.bits, each.step, each.phase) for each in found)
 
 
 def _concerned(state: State) -> Iterable[int]:
-    """The ranks that ``state`` may wait for."""
+    """The ranks that ``state`` may be waiting for."""
     if state.waiting is None:
         return ()
     line = state.lines.get(state.waiting.line)
@@ -391,7 +396,7 @@ def _concerned(state: State) -> Iterable[int]:
 
 
 def _ranks_of(groups: Iterable[dist.ProcessGroup]) -> tuple[int, ...]:
-    """The ranks of all ``groups`` together."""
+    """The ranks of all ``groups``, sorted."""
     return tuple(sorted({rank for group in groups for rank in dist.get_process_group_ranks(group)}))
 
 
@@ -400,12 +405,12 @@ _OF_FSDP2 = os.path.dirname(fsdp2.__file__) + os.sep
 _LIBRARIES = f"{os.sep}lib{os.sep}python"
 _COLLECTIVES = os.path.join(_OF_TORCH, "distributed", "distributed_c10d.py")
 _OF_TENSORS = os.path.join(_OF_TORCH, "distributed", "_functional_collectives.py")
-_OF_OPERATORS = (_torch.__file__, os.path.join(_OF_FSDP2, "plugs", "parameters", "written_views.py"))
-"""What runs within an operator of torch's on DTensors."""
+_OF_OPERATORS = (_torch.__file__, os.path.join(_OF_FSDP2, "features", "written_views.py"))
+"""Files of ours that run inside of torch's operators on DTensors."""
 
 
 def _line_of(frame: FrameType | None) -> str:
-    """The innermost line that is neither torch's nor ours, nor another library's."""
+    """The innermost line of the program: neither torch's, nor ours, nor another library's."""
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith((_OF_TORCH, _OF_FSDP2, "<")) and _LIBRARIES not in file:
@@ -415,11 +420,11 @@ def _line_of(frame: FrameType | None) -> str:
 
 
 _NAMES = ("barrier", "monitored", "all_", "reduce", "broadcast", "gather", "scatter")
-"""How collectives begin; those that a rank may leave before others come, as a broadcast, it leaves at once."""
+"""How names of collectives begin. (A rank may leave some before others come, such as a broadcast, but then at once.)"""
 
 
 def _call_of(frame: FrameType | None) -> tuple[str, dist.ProcessGroup | None]:
-    """The collective of torch's that runs, as its caller has called it, and its group; None of a DTensor's."""
+    """The name of torch's collective that runs, as the program has called it, and its group; None in a DTensor's."""
     call, group, of_tensors = "", None, False
     while frame is not None and frame.f_code.co_filename.startswith((_OF_TORCH, "<", *_OF_OPERATORS)):
         file, name = frame.f_code.co_filename, frame.f_code.co_name
@@ -430,25 +435,25 @@ def _call_of(frame: FrameType | None) -> tuple[str, dist.ProcessGroup | None]:
         elif of_tensors and file.startswith(_OF_TORCH) and not name.startswith(("_", "wrap")):
             call = f"torch's {name}()"
         frame = frame.f_back
-    is_counted = group is None or group in _torch.begun_over_groups()  # else nobody knows whether it is the same one
+    is_counted = group is None or group in _torch.begun_over_groups()  # without a count, two calls look like one
     return (call, group) if is_counted else ("", None)
 
 
 def _host() -> str:
-    """What tells apart where numbers of processes mean something: host, its last start, and container."""
+    """A name for where process numbers are unique: host, its last boot, and container."""
     found = [socket.gethostname()]
-    with contextlib.suppress(OSError):  # not on Linux
+    with contextlib.suppress(OSError):  # these files exist on Linux only
         found.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
         found.append(os.readlink("/proc/self/ns/pid"))
     return " ".join(found)
 
 
 _STOPPED, _GONE = "Tt", "ZX"
-"""States of processes: by a signal or a debugger, who may let them go on; and of those that have ended."""
+"""Process states: stopped by a signal or a debugger, which may let it go on; and ended."""
 
 
 def _runs(pid: int, ends: str = _STOPPED + _GONE) -> bool:
-    """Whether the process ``pid`` of this host is there, and in none of the states ``ends``."""
+    """Whether process ``pid`` exists on this host, and is in none of the states ``ends``."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ends
     except OSError:

@@ -1,13 +1,13 @@
-"""Whether ranks that wait can ever go on, from what they tell of where they are. Pure: no thread, no store.
+"""Decides whether ranks that wait can ever go on, from the states that they publish. Pure: no thread, no store.
 
-A rank that waits for an exchange waits for every rank of its group that has not begun it. One in a collective of
-torch's waits for every rank of that group which is not (of any, if its frames show no group). So one comes
+A rank that waits for an exchange waits for every rank of its group that has not begun it. A rank in a collective of
+torch's waits for every rank of its group that is not in it (of any group, if its frames show none). This leads
 
 * to a rank that has begun *another* exchange in its place, or could not launch its part: they can never meet;
 * to a rank whose process is gone, or stopped;
-* to nobody but ranks that wait, in exchanges or in collectives of torch's: a deadlock;
-* to a rank that runs the program's own code, or whose collective all of its ranks have begun, however long that takes:
-  it may come, so the others are only told.
+* only to ranks that wait as well, in exchanges or in collectives of torch's: a deadlock;
+* to a rank that runs the program's own code, or waits in a collective that all of its ranks have begun: it may go on,
+  however long that takes, so the others are only told.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fsdp2.plugs.watchdog.states import COLLECTIVE, State, WaitingRank
 
 
 class Silence(enum.Enum):
-    """Why there is no state of a rank."""
+    """Why the state of a rank is not known."""
 
     NOT_YET = "has not answered yet"
     NOT_STARTED = "has not called fully_shard(), or has nothing that is sharded over several ranks"
@@ -30,17 +30,17 @@ class Silence(enum.Enum):
 
 
 Known = Mapping[int, State | Silence]
-"""By rank."""
+"""What is known of each rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is to be done about a rank that waits.
+    """What is to be done for a rank that waits.
 
     Attributes:
-        raises: it can never go on.
-        complete: False: ranks that matter have not answered yet.
-        text: why, for people.
+        raises: whether it can never go on.
+        complete: whether all ranks that matter have answered.
+        text: the reason, for people.
         gone: ranks from which nothing comes any more.
     """
 
@@ -54,8 +54,9 @@ REMEDY = f"{RUN_ALIKE} The last exchanges of each rank: fsdp2.flight_record()."
 
 
 def judge(rank: int, known: Known) -> Verdict:
-    """Whether ``rank``, which waits, can go on."""
+    """Decide whether ``rank``, which waits, can go on."""
     seen: dict[int, None] = {rank: None}
+    # Follow who waits for whom, from `rank` on. Ranks that are about to raise will free those that wait for them.
     queue = [rank]
     while queue:
         each = queue.pop(0)
@@ -105,7 +106,7 @@ def _is_known(state: State) -> bool:
 
 
 def _never_meets(state: State, waiting: WaitingRank, known: Known) -> tuple[str, int]:
-    """Why ``state`` waits in vain, by what a rank of its group has done, and which; "" if that is not known."""
+    """Why ``state`` waits in vain, by what a rank of its group has done, and that rank; "" if none is known to have."""
     if not _is_known(state):
         return "", state.rank
     assert waiting.number is not None, "it is known"
@@ -136,7 +137,7 @@ def _never_meets(state: State, waiting: WaitingRank, known: Known) -> tuple[str,
 
 
 def _blockers(state: State, known: Known) -> list[int]:
-    """The ranks without which ``state`` cannot go on, as far as is known; none if it may go on by itself."""
+    """The ranks without which ``state`` cannot go on, as far as is known; [] if it may go on by itself."""
     waiting = state.waiting
     if state.stopped or waiting is None:
         return []

@@ -1,11 +1,11 @@
-"""Copies of parameters that others have taken the place of, which lead to copies of those.
+"""Copies of replaced parameters (predecessors), which lead to the copies of the parameters that replaced them.
 
-An optimizer holds such predecessors until its first step. Copied along with the model it must find the copied
-successors, but `nn.Parameter` forgets its attributes when it is copied. So a predecessor has a ``__deepcopy__`` of its
-own, whose copy leads to the copy of its successor: at once if that was copied before, as by
-``deepcopy((model, optimizer))``, else when a sharded module has been copied (`link_copies`). If none is, the copy has
-no successor: a plain module that is copied while it is unsharded becomes a plain module. It is marked as
-`is_orphan_copy`, as are pickles of predecessors, for optimizers to find out that they would train nothing.
+An optimizer holds predecessors until its first step. Copied along with the model it must find the copied successors,
+but `nn.Parameter` forgets its attributes when it is copied. So a predecessor has a ``__deepcopy__`` of its own, whose
+copy leads to the copy of its successor: at once if that was copied before, as in ``deepcopy((model, optimizer))``, else
+when a sharded module has been copied (`link_copies`). If none is, the copy has no successor: a plain module that is
+copied while it is unsharded becomes a plain module. `is_orphan_copy` marks such a copy, and pickles of predecessors,
+so that optimizers find out that they would train nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WAITING = "fsdp2: copies of predecessors, and the originals of their successors
 
 
 class CopyPredecessor:
-    """The ``__deepcopy__`` of one predecessor. Does not travel with copies and pickles of it."""
+    """The ``__deepcopy__`` of one predecessor. Copies and pickles of the predecessor do not take it along."""
 
     __slots__ = ("_predecessor",)
 
@@ -52,29 +52,30 @@ class CopyPredecessor:
         successor = replacement_of(predecessor)
         if successor is not None:
             memo.setdefault(_WAITING, []).append((copied, successor))
-            if getattr(successor, "_fsdp_param", None) is None:  # of a module that is plain by now: nothing will tell
+            # A successor that was unwrapped since belongs to no group, so no sharded module will link its copy.
+            if getattr(successor, "_fsdp_param", None) is None:
                 copy.deepcopy(successor, memo)
         link_copies(memo)
         return copied
 
     def __reduce__(self) -> Any:
-        """Copied and pickled as None."""
+        """Become None in copies and pickles."""
         return type(None), ()
 
 
 def _copied(predecessor: torch.Tensor, memo: dict[Any, Any]) -> torch.Tensor:
-    """A copy as its class makes it; on meta if it has lost its memory, as unsharded parameters do."""
+    """A copy as its class makes it; on meta if it has no memory, as unsharded parameters after resharding."""
     local = predecessor
     if isinstance(predecessor, DTensor):
         local, spec = _torch.local_of(predecessor), _torch.spec_of(predecessor)
-        memo[id(spec)], memo[id(spec.mesh)] = spec, spec.mesh  # which copies have in common
+        memo[id(spec)], memo[id(spec.mesh)] = spec, spec.mesh  # copies share the spec and the mesh
     is_plain = type(local) in (torch.Tensor, nn.Parameter) and not local.is_meta
     if is_plain and local.numel() and not local.untyped_storage().nbytes():
         nothing = torch.empty_like(local, device="meta", requires_grad=False)
         copied: torch.Tensor = nn.Parameter(nothing, requires_grad=predecessor.requires_grad)
         memo[id(predecessor)] = copied
         return copied
-    if isinstance(predecessor, DTensor) and predecessor.storage_offset():  # as torch cannot copy it
+    if isinstance(predecessor, DTensor) and predecessor.storage_offset():  # torch cannot copy such a DTensor
         whole = dtensor_over(local.detach().clone(), _torch.spec_of(predecessor))
         copied = memo[id(predecessor)] = nn.Parameter(whole, requires_grad=predecessor.requires_grad)
         return copied
@@ -84,7 +85,7 @@ def _copied(predecessor: torch.Tensor, memo: dict[Any, Any]) -> torch.Tensor:
 
 
 def link_copies(memo: dict[Any, Any]) -> None:
-    """Lead copied predecessors to those of their successors that have been copied by now. ``memo``: of the copying."""
+    """Lead copies of predecessors to their successors' copies that exist by now. ``memo``: that of ``deepcopy``."""
     waiting = memo.get(_WAITING)
     if waiting:
         memo[_WAITING] = [each for each in waiting if id(each[1]) not in memo]

@@ -1,10 +1,9 @@
-"""Deep copies of sharded modules: what of a state travels with its modules, and how it is made there again.
+"""Deep copies of sharded modules: what a copy takes of a state, and how the state is made again from it.
 
 `nn.Module` copies its attributes one by one, in an order of its own, so a state arrives in pieces: as a `Record`, whose
-modules and parameters Python copies, and whose `Facts` say the rest. When all of its modules are there the state is
-made as `fully_shard` makes it, of parameters that are sharded already. Nothing is communicated. A group travels empty,
-as an object that is the same wherever it is referred to (to be prefetched, by tied weights); a state that holds its
-parameters fills it.
+modules and parameters Python copies, and whose `Facts` say the rest. Once all of its modules have arrived the state is
+made as `fully_shard` makes it, but from parameters that are sharded already. Nothing is communicated. A group is copied
+empty, so that prefetch lists and tied weights refer to one object; a state that holds its parameters fills it.
 """
 
 from __future__ import annotations
@@ -38,11 +37,12 @@ _COPIED = ("class_name", "reshard_after_forward", "reshard_after_backward", "in_
 
 
 class GroupFacts(NamedTuple):
-    """What a group is made from, beside the parameters that modules hold, and what was set on it.
+    """What a group is made from, beside the parameters that modules hold, and the settings of its user.
 
     Attributes:
-        params: the original's.
-        neighbours: to how many ranks it reshards after forward, if not to all.
+        params: the original group's parameters.
+        mesh, offloading, settings: those of the original group; settings as they are outside of any block.
+        neighbours: how many ranks it reshards to after forward; None: all.
     """
 
     params: tuple[FSDPParam, ...]
@@ -53,17 +53,17 @@ class GroupFacts(NamedTuple):
 
     @classmethod
     def of(cls, group: FSDPParamGroup) -> GroupFacts:
-        """Read ``group``."""
+        """The facts of ``group``."""
         post_forward = group.storage.post_forward
         neighbours = None if post_forward is None else post_forward.mesh.shard_size
         settings = group.settings if group.settings_outside is None else group.settings_outside
         return cls(group.params, group.mesh, group.storage.offloading, settings, neighbours)
 
     def make(self, group: FSDPParamGroup, uses: Sequence[Any], name: str) -> None:
-        """Fill the empty ``group`` with the parameters that modules hold, as ``uses`` tells for each.
+        """Fill the empty ``group`` with parameters. ``uses``: for each, the modules that hold it, and its names there.
 
         Raises:
-            FSDPRuntimeError: one of them is not sharded as it was.
+            FSDPRuntimeError: one of them is not sharded as the original is.
         """
         counter = WriteCounter()
         with torch.inference_mode(False):
@@ -88,10 +88,10 @@ def _made_param(
             f"parameter '{fixed.fqn}' of {group_name} was copied before the module that it is sharded "
             "with, while it was unsharded; copy that module first, or call reshard() on it before."
         )
-    if found.device_mesh is not spec.mesh:  # an equal one of before, out of one of DTensor's caches
+    if found.device_mesh is not spec.mesh:  # an equal mesh of an earlier model, out of one of DTensor's caches
         _torch.revive_mesh(found.device_mesh, spec.mesh)
     explicit, dtype = fixed.grad_dtype
-    if explicit:  # which no copy of a tensor keeps
+    if explicit:  # copies of a tensor do not keep it
         found.grad_dtype = dtype
     param = FSDPParam.of_sharded(
         fixed.fqn, uses, found, fixed.sharding, fixed.policy, fixed.shape, write_counter, group_name
@@ -101,12 +101,12 @@ def _made_param(
 
 
 class Facts:
-    """Everything about a state that does not refer to modules. Copies share it.
+    """All that a state has and that does not refer to modules. Copies share it.
 
     Attributes:
         made_from: arguments of `FSDPState`.
-        attributes: of it, as they were.
-        groups: of its unit.
+        attributes: attributes of the state.
+        groups: the facts of the groups of its unit.
     """
 
     def __init__(self, made_from: tuple[Any, ...], attributes: dict[str, Any], groups: tuple[GroupFacts, ...]) -> None:
@@ -115,20 +115,20 @@ class Facts:
         self.groups = groups
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Facts:
-        """Itself: nothing in here changes."""
+        """Itself, as nothing in here changes."""
         return self
 
 
 class Record:
-    """What travels of a state.
+    """What a copy takes of a state. Python copies the modules and parameters in it.
 
     Attributes:
-        modules: of the state.
-        groups: its unit.
+        modules: the modules of the state.
+        groups: the groups of its unit.
         uses: per group and parameter, the modules that hold it, and under which names.
-        owns: per group, whether the state's own `fully_shard` call made it; else weights are tied to those of another.
+        owns: per group, whether the state's own `fully_shard` call made it; else its weights are tied to another's.
         ignored: ignored parameters below the modules.
-        attributes: of the state, that refer to modules or groups.
+        attributes: attributes of the state that refer to modules or groups.
         facts: the rest.
     """
 
@@ -149,36 +149,36 @@ class Record:
         )
 
     def is_ready(self, state: FSDPState) -> bool:
-        """Whether all modules have got their attributes, ``state`` among them."""
+        """Whether all modules have been copied far enough: they have their parameters, and ``state``."""
         uses = (use for group in self.uses for param in group for use in param)
         return all(module.__dict__.get(STATE) is state for module in self.modules) and all(
             name in module.__dict__.get("_parameters", ()) for module, name in uses
         )
 
     def make(self, state: FSDPState) -> None:
-        """Make ``state`` of the modules that have been copied.
+        """Make ``state`` from the modules that have been copied.
 
         Raises:
-            FSDPRuntimeError: a parameter is not sharded as it was.
+            FSDPRuntimeError: a parameter is not sharded as the original is.
         """
         facts, ignored = self.facts, frozenset(self.ignored)
         name = facts.attributes["class_name"]
         for each, group, uses in zip(facts.groups, self.groups, self.uses, strict=True):
-            if _is_empty(group):  # else weights are tied, and another state was made before
+            if _is_empty(group):  # else its weights are tied, and another state has filled it
                 each.make(group, uses, name)
         policy, arguments = facts.made_from
         arguments = dataclasses.replace(arguments, ignored_params=ignored)
         state.begin(self.modules, self.groups, policy, arguments, ignored)
         vars(state).update(facts.attributes, **self.attributes)
         for group, owns in zip(self.groups, self.owns, strict=True):
-            if owns:  # whose settings count comes first
+            if owns:  # the first sharer's settings count
                 group.sharers.insert(0, group.sharers.pop())
         for hook in state.module_hooks.hooks:
             hook.state = state
 
 
 class _Incomplete(threading.local):
-    """Copies that wait for modules: their own, or others that hold weights tied to theirs. Of this thread's making."""
+    """Copies that wait for modules: their own, or others with tied weights. Only those that this thread makes."""
 
     def __init__(self) -> None:
         self.states: WeakSet[FSDPState] = WeakSet()
@@ -188,14 +188,14 @@ _INCOMPLETE = _Incomplete()
 
 
 def _arriving() -> FSDPState:
-    """A state that gets a ``record``, and all other attributes when its modules have been copied."""
+    """A state whose ``record`` arrives next; it gets everything else when its modules have been copied."""
     state = FSDPState.__new__(FSDPState)
     _INCOMPLETE.states.add(state)
     return state
 
 
 def complete_copies() -> list[FSDPState]:
-    """Make the states that have got all of their modules by now, and return them."""
+    """Make and return the states all of whose modules have been copied by now."""
     made = []
     for state in list(_INCOMPLETE.states):
         record = vars(state).get("record")
@@ -212,10 +212,10 @@ def _is_empty(group: FSDPParamGroup) -> bool:
 
 
 def _forget_missing(states: Iterable[Any], groups: Iterable[FSDPParamGroup]) -> None:
-    """What was to be prefetched, and is not there any more, is forgotten when a root forms.
+    """Drop from prefetch lists what does not exist any more, when a root forms.
 
-    A copy has none of what did not become part of it, and a module that is unwrapped has no groups. One that was
-    sharded anew has other ones.
+    A copy lacks units that did not become part of it. A module that was unwrapped has no groups; one that was sharded
+    anew has others, which take the place of the old ones.
     """
     for state in states:
         for name in ("forward_prefetch", "backward_prefetch"):
@@ -240,10 +240,10 @@ def _has_group(state: FSDPState, group: FSDPParamGroup) -> bool:
 
 
 def rest_for_copy(state: FSDPState) -> None:
-    """Let ``state`` come to rest before its modules are copied.
+    """Bring ``state`` to rest before its modules are copied.
 
     Raises:
-        FSDPRuntimeError: inside a forward or backward, or gradients that wait for a reduction would be lost.
+        FSDPRuntimeError: a forward or backward is running, or gradients that wait for a reduction would be lost.
     """
     root = state.root
     if root is not None:
@@ -266,7 +266,7 @@ def rest_for_copy(state: FSDPState) -> None:
 
 
 def _reduced_state(state: FSDPState) -> Any:
-    record = vars(state).get("record")  # of a copy that is not complete: as it has come
+    record = vars(state).get("record")  # a copy that is not complete yet passes on the record that it was made from
     return _arriving, (), {"record": Record(state) if record is None else record}
 
 
@@ -275,7 +275,7 @@ def _reduced_group(group: FSDPParamGroup) -> Any:
 
 
 def _reduced_hook(hook: StateDictHook) -> Any:
-    """Without the state: a part of a sharded module can be copied without the rest."""
+    """Leave out the state: a part of a sharded module can be copied without the rest."""
     return StateDictHook, (None, hook.adopts)
 
 
