@@ -87,14 +87,15 @@ class ModuleBackward:
         """The last call has ended: notice when its backward begins.
 
         Args:
-            module: which was called.
+            module: the module that was called.
             outputs: all tensors that ``output`` leads to.
-            output: what it has returned.
-            recompute: the call computes again in a backward.
+            output: what the module has returned.
+            recompute: the call was a recompute, inside of a backward.
 
         Returns:
             Whether one of the outputs requires a gradient.
         """
+        # When the call began is looked up only where it can matter: most modules return one tensor of their own.
         is_compared = len(outputs) > 1 or (outputs and outputs[0]._base is not None)
         began = self._began() if is_compared else -1
         is_seen = before_backward_of_outputs(self._begin, outputs, output, began, self._on_leaves)
@@ -103,7 +104,7 @@ class ModuleBackward:
         return is_seen
 
     def await_graph(self, output: Any) -> None:
-        """The root's forward, a graph, has ended: its backward is to be noticed, so that one that fails is known."""
+        """A compiled forward of the root has ended: notice when its backward begins, so that a failure is known."""
         root = self._state.root
         if root is None or not self._state.is_root or not torch.is_grad_enabled() or _torch.backward_is_running():
             return
@@ -120,7 +121,7 @@ class ModuleBackward:
         )
 
     def _began(self) -> int:
-        """See `ForwardCall.began`, of the last call."""
+        """`ForwardCall.began` of the last call; -1 if there is none."""
         call = self._calls[-1]() if self._calls else None
         return -1 if call is None else call.began
 
@@ -135,7 +136,7 @@ class ModuleBackward:
                 "all backwards before."
             )
         root.begin_backward()
-        if self.stage is Stage.RUNNING:
+        if self.stage is Stage.RUNNING:  # the gradient of another output came first
             return
         self.stage = Stage.RUNNING
         state.on_real_parameters(self._gather, root)
@@ -149,9 +150,9 @@ class ModuleBackward:
                 group.took_part = True
 
     def begin_second(self) -> None:
-        """The backward of one forward call, which was recorded, begins to be differentiated.
+        """A recorded backward of one forward call begins to be differentiated: gather the unit again.
 
-        That goes on through the nodes of the forward, without coming to its outputs.
+        The second backward goes on through the nodes of the forward without coming to its outputs: `_begin` never runs.
         """
         root = self._state.root
         assert root is not None, "a backward follows a forward"
@@ -162,13 +163,13 @@ class ModuleBackward:
     def end_call(self, ended: ForwardCall) -> bool:
         """The backward of one forward call is done: reduce, unless the same backward comes to another call.
 
-        Autograd adds up the gradients of all calls before any of them shows.
+        Autograd sets ``.grad`` only after all calls have contributed to it, so there is nothing to reduce before.
 
         Returns:
-            Whether it is recorded.
+            Whether this backward is recorded.
         """
         root = self._state.root
-        if root is not None and not root.iteration.in_backward:  # a second one, which came another way
+        if root is not None and not root.iteration.in_backward:  # a second backward, which came by another way
             root.begin_backward()
         reduces = True
         for reference in self._calls:
@@ -190,12 +191,13 @@ class ModuleBackward:
         root, reshards = state.root, state.reshard_after_backward
         assert root is not None, "a backward follows a forward"
         iteration = root.iteration
+        # A graph that may be differentiated once more reads the unsharded parameters, so they keep their values.
         if not (root.watched.holds_graph or iteration.creates_graph or iteration.is_second):
             for group in state.unit:
                 if not group.users and (group.settings.requires_gradient_sync if reshards is None else reshards):
                     group.reshard()
         following, iteration.following = iteration.following, None
-        if following is not None and following[0] is state.unit:  # their gathers were to wait for this
+        if following is not None and following[0] is state.unit:  # set_backward_prefetch("after"): gather them now
             root.schedule.gather_ahead(following[1], for_backward=True)
         if reduces:
             root.schedule.leave_backward(state)
@@ -203,8 +205,8 @@ class ModuleBackward:
     def finish(self) -> None:
         """The whole backward is done: finish the module if its own end could not be noticed.
 
-        Its inputs need no gradient, it holds gradients of microbatches without communication, or its gradients came by
-        another way than its outputs (a loss that a module keeps as an attribute).
+        This is so if its inputs need no gradient, if it holds gradients of microbatches that were accumulated without
+        communication, or if its gradients came by another way than its outputs (a loss that it keeps as an attribute).
         """
         while self._on_leaves:
             self._on_leaves.pop().remove()
@@ -217,7 +219,7 @@ class ModuleBackward:
                 self.end(reduces=is_due)
 
     def pause(self) -> None:
-        """A backward is done, and others are to come before the user finalizes them: reduce nothing by ourselves."""
+        """A backward has ended, and the user runs others before ``finalize_backward``: reduce nothing until then."""
         if self.stage is not Stage.RUNNING:
             return
         if any(group.settings.requires_gradient_sync for group in self._state.own):
@@ -229,7 +231,7 @@ class ModuleBackward:
 class WatchedParameters:
     """Unsharded parameters at which a root notices a backward that begins at no output of its modules.
 
-    There are two kinds: of all groups, while a backward that was recorded may yet be differentiated; and of groups that
+    They belong to all groups while a backward that was recorded may yet be differentiated, and always to groups that
     were lent. The modules hold the sharded parameters meanwhile, as after any backward: programs clip and step.
 
     Args:
@@ -248,9 +250,12 @@ class WatchedParameters:
         self._hooks: dict[torch.Tensor, RemovableHandle] = {}
 
     def hold_graph(self, holds: bool, groups: Sequence[FSDPParamGroup], *, in_forward: bool) -> None:
-        """A backward has ended, and was recorded if it ``holds`` the graph of ``groups``: all of the root.
+        """A backward has ended. If it was recorded, keep the values of the unsharded parameters for its graph.
 
-        ``in_forward``: inside of the root's forward, which needs them unsharded.
+        Args:
+            holds: it was recorded.
+            groups: all groups of the root.
+            in_forward: the backward ran inside of the root's forward, which needs the parameters unsharded.
         """
         self.holds_graph = holds
         kept = groups if holds else ()
@@ -271,10 +276,11 @@ class WatchedParameters:
             self._watch(kept)
 
     def lend(self, unit: Iterable[FSDPParamGroup]) -> None:
-        """A graph may read the parameters of ``unit`` whose backward does not begin at an output of its modules.
+        """Watch the parameters of ``unit``: a graph reads them whose backward may begin at no output of a module.
 
-        The user has unsharded them and computes outside of forward, or a module hides the tensors that it returns. The
-        backward is noticed when it comes to a parameter; for as long as a graph reads them, parameters keep values.
+        This is so if the user has unsharded them and computes outside of forward, or if a module hides the tensors that
+        it returns. The backward is noticed when it comes to a parameter. While a graph reads a parameter, it keeps its
+        values.
         """
         for group in unit:
             group.is_lent = True
@@ -295,7 +301,7 @@ class WatchedParameters:
 # Hooks into autograd. They own no state but that of one forward call; callers pass what is to be called.
 
 _MOST_HIDDEN = 100
-"""How many objects are looked into, in each call, for inputs that require a gradient, if none was found elsewhere."""
+"""How many objects a call looks into for inputs that require a gradient, if its arguments and containers have none."""
 
 
 class ForwardCall:
@@ -314,17 +320,17 @@ class ForwardCall:
 
     @property
     def began(self) -> int:
-        """What it computes comes no earlier in `_torch.order_of`; -1: not known, for no input requires a gradient."""
+        """Nothing that the call computes has a lower `_torch.order_of`. -1: unknown, no input requires a gradient."""
         node = self._node() if self._node is not None else None
         return -1 if node is None else _torch.order_of(node)
 
     def end_backward(self) -> bool:
-        """Its backward is over. Returns whether that is recorded."""
+        """Its backward is over. Returns whether that backward is recorded."""
         self._task = _torch.current_backward()
         return self._owner.end_call(self)
 
     def record(self, gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
-        """Its backward is recorded, and hands out these ``gradients``: notice when that is differentiated."""
+        """Its backward is recorded, and hands out these ``gradients``: notice when one of them is differentiated."""
         present = [each for each in gradients if each is not None]
         if _torch.functorch_is_active() or not any(each.requires_grad for each in present):
             return gradients
@@ -332,7 +338,10 @@ class ForwardCall:
         return tuple(None if each is None else next(recorded) for each in gradients)
 
     def watch(self, hidden: Sequence[torch.Tensor]) -> None:
-        """These inputs, inside of objects, cannot be replaced: notice when a recorded backward that came to them is."""
+        """Notice when a recorded backward that came to ``hidden`` is differentiated.
+
+        These inputs lie inside of objects of the program's, where no identity node can take their place.
+        """
         for tensor in hidden:
             hooks = (_torch.tensor_hooks(tensor) or {}).values()
             if not any(isinstance(hook, _Record) and hook.owner is self._owner for hook in hooks):
@@ -340,12 +349,12 @@ class ForwardCall:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether its graph is there, so that a backward may come to it (once more)."""
+        """Whether its graph still exists, so that a backward may come to it (once more)."""
         node = self._node() if self._node is not None else None
         return node is not None and not _torch.is_released(node)
 
     def is_pending(self) -> bool:
-        """Whether the running backward will still come to this call. The same on all ranks that run the same graph."""
+        """Whether the running backward will still come to this call. Ranks that run the same graph agree on it."""
         node = self._node() if self._node is not None else None
         return node is not None and self._task != _torch.current_backward() and _torch.backward_will_execute(node)
 
@@ -376,7 +385,7 @@ class _PostBackward(torch.autograd.Function):
 
 
 class _Recorded(torch.autograd.Function):
-    """Identity on the gradients that a recorded backward hands out: the first of it to be differentiated."""
+    """Identity on the gradients that a recorded backward hands out. Differentiating that backward begins here."""
 
     @staticmethod
     def forward(ctx: Any, owner: ModuleBackward, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -395,7 +404,7 @@ class _Recorded(torch.autograd.Function):
 
 
 def _views(tangents: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
-    """As autograd wants tangents of inputs that are returned as they are."""
+    """Views of the tangents: autograd demands views where a function returns its inputs."""
     return tuple(None if each is None else each.view_as(each) for each in tangents)
 
 
@@ -415,7 +424,7 @@ class _Record:
 
 
 class _TransformablePostBackward(_PostBackward):
-    """The same in the form that functorch transforms need, which costs more to call."""
+    """`_PostBackward` in the form that functorch transforms need, which costs more to call."""
 
     generate_vmap_rule = True
 
@@ -468,15 +477,15 @@ def before_backward_of_outputs(
     """Arrange that ``callback`` runs in backward as soon as the gradient of any of ``outputs`` arrives.
 
     Args:
-        callback: with that gradient.
+        callback: is called with that gradient.
         outputs: all tensors that ``output`` leads to.
-        output: what the module has returned. An object of some class in it may hold what other modules have made: that
-            is passed over.
-        began: which is what comes before this in `_torch.order_of`.
-        on_leaves: takes the hooks on leaves, to be removed after the backward: those outlive it, and have others.
+        output: what the module has returned. An object in it may hold tensors that other modules have made, which are
+            passed over.
+        began: tensors with a lower `_torch.order_of` were made before the call; -1: nothing is known to be.
+        on_leaves: takes the hooks on leaf tensors. Leaves outlive the backward, so the caller removes these after it.
 
     Returns:
-        Whether there may be one: whether one of them requires a gradient.
+        Whether such a backward may come: whether one of the outputs requires a gradient.
     """
     found = False
     for tensor in outputs:
@@ -497,10 +506,10 @@ def before_backward_of_outputs(
 
 
 def before_backward_of_kept(callback: Callable[[torch.Tensor], None], module: nn.Module, began: int) -> None:
-    """The same of tensors that ``module`` keeps as attributes, from the call that ``began`` on.
+    """Arrange that ``callback`` runs when a gradient arrives at a tensor that ``module`` keeps as an attribute.
 
-    One that was computed after the outputs is differentiated before them. Of a call of which nothing tells when it
-    began (no input requires a gradient) none is taken, as it may be another module's.
+    A tensor that was computed after the outputs is differentiated before them. Only tensors of the call that ``began``
+    are taken: an older one may be another module's. If nothing tells when it began, none is taken.
     """
     for value in tuple(vars(module).values()) if began >= 0 else ():
         if type(value) is not torch.Tensor or value.grad_fn is None or _torch.order_of(value.grad_fn) < began:

@@ -7,8 +7,8 @@ a forward                            parameters where they rest after a forward,
                                      of earlier microbatches stay, or go with ``set_on_error``
 a backward, or a wait for exchanges  all sharded, nothing in flight, no gradient of this iteration; with a warning, if
                                      earlier microbatches had added gradients up without communication
-a step that all ranks leave          the same of all roots, and the learned orders are forgotten: other ranks were
-together                             elsewhere
+a step that all ranks leave          as after a backward, in all roots; the learned orders are forgotten too, as other
+together                             ranks were elsewhere
 ===================================  ==================================================================================
 
 `recover_if_failed` is called before anything that needs a clean start.
@@ -62,7 +62,7 @@ def recover_if_failed(root: FSDPRoot) -> None:
     if has_failed and root.settings.aborts_together and root.restarts == PLACE.restarts:
         ABANDON.filling.tell()
     if root.restarts != PLACE.restarts:
-        # Other ranks were elsewhere when all of them raised: nothing may be left in which they differ.
+        # Ranks raised at different places of the step: all that it has begun may differ between them, so all goes.
         root.restarts = PLACE.restarts
         has_failed = True
         reset(root, warns=keeps, of_all_roots=True)
@@ -74,7 +74,8 @@ def recover_if_failed(root: FSDPRoot) -> None:
         PLACE.failure = f"an exception had left its step {PLACE.step}, {PLACE.phase}"
         _leave_failed_forward(root)
     if has_failed and not keeps:
-        root.comm.drop_reduces({group.reducer for group in root.groups})  # else they would be delivered later
+        # Reductions still in flight would set `.grad` later, after the gradients were dropped here.
+        root.comm.drop_reduces({group.reducer for group in root.groups})
         for group in root.groups:
             group.drop_gradients()
 
@@ -99,8 +100,8 @@ def _leave_failed_forward(root: FSDPRoot) -> None:
 def reset(root: FSDPRoot, *, warns: bool = False, of_all_roots: bool = False) -> None:
     """Wait for what is in flight, drop it, and forget the iteration.
 
-    ``warns`` if gradients of earlier microbatches are lost, as they are when nobody asked for it. ``of_all_roots``:
-    reductions of others on the same context are dropped too.
+    ``warns``: warn if gradients of earlier microbatches are lost with it. ``of_all_roots``: drop the reductions of all
+    roots that share the communication context.
     """
     root.comm.invalidate_handle(root)
     root.comm.drop_reduces(None if of_all_roots else {group.reducer for group in root.groups})

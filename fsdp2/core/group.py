@@ -1,6 +1,8 @@
 """`FSDPParamGroup`: the parameters of one `fully_shard` call on one mesh, and the three operations on them.
 
-Unshard, reshard and reduce: a phase machine over flat buffers. Does not know modules' hooks, order or prefetch."""
+Unshard, reshard and reduce are transitions of a phase machine over flat buffers. A group knows nothing of hooks on
+modules, of their order, or of when to prefetch.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +34,13 @@ class Unsharding(CommHandle):
     """One all-gather of a group's parameters, and what is known of it; there is one only in `ParamPhase.UNSHARDING`.
 
     Attributes:
-        gather: what it fills the unsharded buffers from.
-        resumes: from where the parameters rest after forward.
+        gather: the buffers, views and copies that it uses.
+        resumes: it gathers among fewer ranks, from where the parameters rest after forward.
         user_initiated: the user waits for it, so a custom all-gather may be asynchronous.
         is_issuing: collectives are being launched; after an exception there, one may run that nothing can wait for.
         is_issued: nothing is left to be issued; after an exception before that, it cannot be waited for.
-        awaits_copy_out: what is packed is still to be moved to the unsharded buffers.
-        is_copying_out: that has begun and not ended; after an exception there it cannot be done again.
+        awaits_copy_out: packed parameters are still to be copied from the staging buffer to the unsharded buffers.
+        is_copying_out: this copy has begun and not ended; after an exception inside of it, it cannot be repeated.
     """
 
     __slots__ = ("awaits_copy_out", "gather", "is_copying_out", "is_issued", "is_issuing", "resumes", "user_initiated")
@@ -53,10 +55,10 @@ class Unsharding(CommHandle):
 
 
 class Loan(Protocol):
-    """Other parameters, that are registered for a time in the place of some sharded ones of a group.
+    """Other parameters, such as full ones, that are registered for a while in the place of a group's sharded ones.
 
     Attributes:
-        lender: the function that has put them there, for messages.
+        lender: the function that has registered them, for messages.
     """
 
     lender: str
@@ -69,22 +71,22 @@ class FSDPParamGroup:
     """The parameters that are gathered together and whose gradients are reduced together.
 
     Attributes:
-        name: of the module, below the root once that is known.
-        of_root: which root of its kind that is.
-        params: all of one mesh.
-        mesh: over which they are sharded and replicated.
+        name: the name of its module, below the root once that is known.
+        of_root: the number of the root among those of its class, see `agreement.Number`.
+        params: the parameters, all of one mesh.
+        mesh: the ranks over which they are sharded and replicated.
         storage: the memory that they lie on.
         reducer: the gradient side.
         settings: what users have set on it.
-        sharers: whose modules hold its parameters: several, if weights are tied across `fully_shard` calls. It is then
-            gathered for each of them, and reduced when the backward of all is over.
-        users: of a shared group, those in the middle of a forward or backward, which must find it unsharded.
-        took_part: whether the running backward has come to any of them.
+        sharers: the states whose modules hold its parameters: several, if weights are tied across `fully_shard` calls.
+            The group is then gathered for each of them, and reduced when the backward of all is over.
+        users: the sharers of a shared group that are in the middle of a forward or backward, and need it unsharded.
+        took_part: whether the running backward has come to a shared group.
         is_prepared: everything that the hot path uses is built; False before lazy initialization, and after changes.
-        graph_inputs: what was prepared for graphs; None before the first.
-        loan: what is registered in the place of the sharded parameters for a time; they are then neither gathered nor
-            looked for. None: nothing is.
-        settings_outside: what is set again after a block that has set others for a while, for copies; None: no such.
+        graph_inputs: what `compiled/entry.py` has prepared for graphs; None before the first compiled call.
+        loan: other parameters that are registered for a while. Meanwhile the group is neither gathered nor searched for
+            replaced parameters. None: there are none.
+        settings_outside: what `accumulate()` sets back at its end, for copies that are made inside; None: not inside.
     """
 
     def __init__(
@@ -115,11 +117,11 @@ class FSDPParamGroup:
         self._phase = ParamPhase.SHARDED
         self._unsharding: Unsharding | None = None
         self._rests_in_place = False  # sharded parameters are registered, and the unsharded ones have their values
-        self.is_lent = False  # see `FSDPRoot.lend`
+        self.is_lent = False  # see `WatchedParameters.lend`
         self._storages: tuple[object, ...] = ()
         self._take_sharded()
-        self._gathered: object = (0, 0)  # what `written` was; None: unknown
-        self._awaited: object = None  # what it was when gathers last waited for it, on streams
+        self._gathered: object = (0, 0)  # `written()` when the unsharded values were gathered; None: unknown
+        self._awaited: object = None  # `written()` when the all-gather stream last waited for compute
         self._registrations = Registrations(self.params)
         self._transport: Transport = Alone()
         self._transport_among_neighbours: Transport = self._transport
@@ -136,12 +138,12 @@ class FSDPParamGroup:
 
     @property
     def was_interrupted(self) -> bool:
-        """Whether an exception came while the all-gather was being issued, or finished."""
+        """Whether an exception has left an all-gather unfinished. (A user may leave one in flight on purpose.)"""
         return self._unsharding is not None and (self.was_cut_short or not self._unsharding.user_initiated)
 
     @property
     def was_cut_short(self) -> bool:
-        """The same, where it cannot be waited for (again)."""
+        """Whether an exception has left an all-gather in a state in which it cannot be waited for (again)."""
         return self._unsharding is not None and (not self._unsharding.is_issued or self._unsharding.is_copying_out)
 
     def _enter(self, phase: ParamPhase) -> None:
@@ -161,13 +163,14 @@ class FSDPParamGroup:
         unsharded                  left, or if stale gathered anew           left; refused if their memory was written
         =========================  ========================================  =======================================
 
-        Stale: written since they were gathered (in forward, frozen or thawed as well). A backward needs the values of
-        its forward. What an exception has cut short counts as sharded: the model may have caught it.
+        Parameters are stale if they were written since they were gathered (in forward also if they were frozen or
+        thawed). A backward needs the values of its forward. After an exception in the last gather they count as
+        sharded, since the model may have caught it.
 
         Args:
             for_backward: see above.
             user_initiated: the user waits for it, so a custom all-gather may be asynchronous.
-            is_prefetch: of a backward that is only expected: where that would be refused nothing is done.
+            is_prefetch: the backward is only expected: where it would be refused, nothing is done.
 
         Returns:
             Whether an all-gather is in flight.
@@ -181,12 +184,13 @@ class FSDPParamGroup:
             self.loan.refuse_pass(self.name, for_backward=for_backward)
             return False
         if self.is_lent and not for_backward:
-            self.is_lent = self.is_saved()  # else only by what is gathered again for its backward
+            self.is_lent = self.is_saved()  # without saved values only modules read them, which gather again
         unsharding = self._unsharding
         if unsharding is not None:
             unsharding.user_initiated = user_initiated
             if not unsharding.is_issued or unsharding.is_copying_out:
                 self.reshard()
+        # The backward that is expected may never come, and if it does, it refuses stale parameters by itself.
         if for_backward and is_prefetch and self.is_stale():
             return self._unsharding is not None
         if self._rests_in_place and self._takes_up_in_place(for_backward):
@@ -204,6 +208,7 @@ class FSDPParamGroup:
         if for_backward and not is_prefetch and self.is_stale():
             self.refuse_backward()
         if not self._registrations.hold_sharded():
+            # A backward takes new wrappers and frozen parameters, and no other values than those of its forward.
             if for_backward and not self._adopt_in_place():
                 self.refuse_backward()
             self.adopt_replaced()
@@ -213,9 +218,10 @@ class FSDPParamGroup:
         return True
 
     def _takes_up_in_place(self, for_backward: bool) -> bool:
-        """Register what `rest_in_place` has left, for a backward that may use it; else free it.
+        """Register the values that `rest_in_place` has left, if a backward may use them; else free them.
 
-        A forward gathers anew, whatever it finds: on another rank the user's code may have looked at the shards.
+        A forward gathers anew even if they are here. On another rank the user's code may have looked at the shards,
+        which frees the values, and all ranks must issue the same gathers.
         """
         if for_backward:
             self.rest_in_place()
@@ -228,7 +234,7 @@ class FSDPParamGroup:
         return False
 
     def _is_as_gathered(self) -> bool:
-        """Whether a forward may compute with what is unsharded, about to be, or rests among fewer ranks."""
+        """Whether a forward may use the values that are unsharded, on their way, or sharded among fewer ranks."""
         is_changed = False
         if self._phase is ParamPhase.UNSHARDED:
             is_changed = self._registrations.are_toggled()
@@ -240,11 +246,12 @@ class FSDPParamGroup:
         """A backward begins, and finds the parameters unsharded."""
         if self._registrations.are_toggled():
             self._adopt_toggled()
+        # One rank alone computes with the shards themselves, so a write has reached what the forward saved.
         if self.storage.lies_in_place and not is_prefetch and self.is_stale():
-            self.refuse_backward()  # what was written is what the forward saved
+            self.refuse_backward()
 
     def _rests_as_left(self) -> bool:
-        """Whether what is registered after forward is what was, neither written nor frozen."""
+        """Whether the post-forward parameters are still registered, and were neither written nor frozen."""
         post_forward = self.storage.post_forward
         assert post_forward is not None, "the parameters rest there"
         return post_forward.changed() is None and self._registrations.hold_post_forward()
@@ -266,9 +273,11 @@ class FSDPParamGroup:
         self._enter(ParamPhase.UNSHARDING)
         if not (resumes or for_backward) and (written := self.written()) != self._gathered:
             self._gathered = written
+            # Other values come to the same memory: autograd must refuse the backward of graphs that saved the old ones.
             self.storage.outdate()
+            # The all-gather stream has waited for compute when the root's forward began; the write came later.
             if self._awaited is not None and written != self._awaited and self.comm is not None:
-                self.comm.gathers_follow_compute()  # which has written them since the root's forward began
+                self.comm.gathers_follow_compute()
                 self._awaited = written
         if self.storage.gathers_nothing:
             self._unsharding.is_issued = True
@@ -280,7 +289,7 @@ class FSDPParamGroup:
             self._issue_all_gather(self._unsharding, for_backward)
 
     def forget_event(self) -> None:
-        """Wait for no all-gather: see `FSDPCommContext.forget_events`."""
+        """Forget the event of the all-gather: see `FSDPCommContext.forget_events`."""
         if self._unsharding is not None:
             self._unsharding.event = None
 
@@ -293,7 +302,8 @@ class FSDPParamGroup:
             gather.allocate(ALLOCATOR if self.settings.gathers_on_compute else self.comm.gather_arena)
             unsharding.is_issuing = unsharding.awaits_copy_out = True
             version = None
-            # Without gradients there may be many forwards between two steps, and other writes than steps (averages).
+            # Cast shards are kept only for training: without gradients many forwards may come between two steps, and
+            # the shards may be written by others than steps (averages).
             if storage.caches_shards and not unsharding.resumes and (for_backward or torch.is_grad_enabled()):
                 version = self._sent_version()
             gather.copy_in(version)
@@ -308,7 +318,7 @@ class FSDPParamGroup:
             unsharding.label = transport.label
             transport.all_gather(members, works, user_waits)
             unsharding.is_issuing = False
-            if not as_works:
+            if not as_works:  # works are waited for first, see `_finish_all_gather`
                 self._copy_out(unsharding)
                 unsharding.event = device.record(stream)
             unsharding.is_issued = True
@@ -325,7 +335,7 @@ class FSDPParamGroup:
         unsharding.is_copying_out = False
 
     def wait_for_unshard(self) -> None:
-        """Wait for the all-gather and register the unsharded parameters. Nothing to do if they are.
+        """Wait for the all-gather and register the unsharded parameters. Does nothing if no all-gather is in flight.
 
         Stream: the current stream waits; on CPU the host does.
 
@@ -356,7 +366,7 @@ class FSDPParamGroup:
     # -- reshard
 
     def reshard_after_forward(self, awaits_backward: bool) -> None:
-        """Reshard to where the parameters rest until backward: all ranks, or fewer of them if one may come."""
+        """Reshard at the end of a forward: to fewer ranks if it is set so and ``awaits_backward``, else to all ranks."""
         if awaits_backward and self._phase is ParamPhase.SHARDED_POST_FORWARD:
             return  # an exception came after the end of this forward, or before its beginning
         post_forward = self.storage.post_forward if awaits_backward else None
@@ -366,21 +376,22 @@ class FSDPParamGroup:
         post_forward.take()
         self._registrations.register_post_forward()
         self._enter(ParamPhase.SHARDED_POST_FORWARD)
+        # A graph whose backward begins at no module output may have saved the unsharded values: they stay for it.
         self._rests_in_place = self.is_lent and self.is_saved()
         if not self._rests_in_place:
             self._free_unsharded()
 
     def reshard(self, *, by_user: bool = False) -> None:
-        """Register the sharded parameters and free the unsharded ones. Nothing to do if they are sharded.
+        """Register the sharded parameters and free the unsharded ones. Does nothing if they are sharded.
 
-        ``by_user``: others over the memory of the unsharded ones, which the user has registered, are let go.
+        ``by_user``: parameters that the user has registered over the same memory are dropped without an error.
 
         Stream: the all-gather stream waits for the current stream, which may still be reading.
 
         Raises:
             FSDPRuntimeError: the user changed a parameter while it was unsharded.
         """
-        if self.is_lent and self.is_saved():
+        if self.is_lent and self.is_saved():  # a graph reads the values: only register the sharded parameters
             self.rest_in_place()
             if self._rests_in_place and self._phase is ParamPhase.SHARDED:
                 return
@@ -390,6 +401,8 @@ class FSDPParamGroup:
             return
         assert self.comm is not None, "resharding follows unsharding"
         unsharding = self._unsharding
+        # Memory may be freed only when no collective uses it. A failed work, like an interrupted launch, may leave one
+        # that nothing can wait for.
         if unsharding is not None and unsharding.leave_failed_works():
             unsharding.is_issuing = True
         if unsharding is not None and unsharding.is_issuing:
@@ -404,13 +417,15 @@ class FSDPParamGroup:
         if self._registrations.hold_unsharded():
             self._registrations.register_sharded()
         else:
-            never_shown = self._phase is ParamPhase.UNSHARDING  # what replaces the sharded ones is adopted
+            # Before the end of a gather the modules hold the sharded parameters: what the user has put in their place
+            # is no mistake, and is adopted by the next `unshard`.
+            never_shown = self._phase is ParamPhase.UNSHARDING
             replaced = self._registrations.restore_sharded(by_user=by_user, keeps=never_shown) or replaced
         if unsharding is not None and unsharding.is_issuing:
-            # An exception came while collectives were issued, and one may run that nothing here can wait for.
+            # A collective may still write to these buffers: they are not freed, and `prepare` makes others. So values
+            # that an earlier forward has saved do not come back, and autograd must refuse its backward.
             self.comm.compute_follows_gathers()
             self.is_prepared = False
-            # Where an earlier forward's values lie nothing comes any more: its backward is refused.
             self.storage.outdate()
             self._gathered = None
         else:
@@ -445,10 +460,11 @@ class FSDPParamGroup:
         return self._uses() > 1
 
     def is_saved(self) -> bool:
-        """Whether a graph has saved one, to read it in backward."""
-        return self._uses() > 2  # beside Python, and the node that takes its gradient
+        """Whether a graph has saved an unsharded parameter, to read it in backward."""
+        return self._uses() > 2
 
     def _uses(self) -> int:
+        # Python holds a tensor (1), then the node that accumulates its gradient (2), then each node that has saved it.
         unsharded = [param.unsharded for param in self.params if param.unsharded is not None]
         return max(map(_torch.use_count, unsharded), default=1)
 
@@ -461,6 +477,7 @@ class FSDPParamGroup:
         self._rests_in_place = False
         if self.storage.gathers_nothing:
             return
+        # The all-gather stream, which owns the memory, may reuse it right after it is freed.
         if self.comm is not None and self.comm.device.has_streams:
             self.comm.gathers_follow_readers()
         self.storage.free()
@@ -508,10 +525,10 @@ class FSDPParamGroup:
         self.reducer.clear(params, set_to_none)
 
     def refuse_set_data(self) -> None:
-        """Refuse that ``.data`` of a sharded parameter was set.
+        """Refuse that the user has set ``.data`` of a sharded parameter, which a DTensor ignores.
 
         Raises:
-            FSDPRuntimeError: once, naming the parameter; the values of before are used from then on.
+            FSDPRuntimeError: ``.data`` was set. It is raised once; the parameter keeps the values that it had.
         """
         with _torch.plain_attributes():
             if all(map(is_, map(_torch.untyped_storage, self._sharded), self._storages)):
@@ -530,7 +547,7 @@ class FSDPParamGroup:
         """The root's forward begins.
 
         Args:
-            ends_by_itself: gradients of earlier backwards have been reduced.
+            ends_by_itself: each backward has reduced at its end, without ``finalize_backward``.
 
         Raises:
             FSDPRuntimeError: a backward left gradients that no hook noticed, or ``.data`` was set on a parameter; with
@@ -563,7 +580,7 @@ class FSDPParamGroup:
         return lost
 
     def drop_gradients(self) -> None:
-        """Those of earlier microbatches too, reduced or not."""
+        """Drop all gradients, also those of earlier microbatches, reduced or not."""
         self.reducer.abandon()
         for param in self.params:
             param.sharded.grad = None
@@ -571,22 +588,23 @@ class FSDPParamGroup:
     # -- what the group is made of
 
     def rename(self, name: str, paths: Mapping[nn.Module, str]) -> None:
-        """For messages, below a root: the module is called ``name`` there, and all modules as ``paths`` says."""
+        """Take the module's ``name`` below the root, for messages. ``paths``: the names of all modules there."""
         self.name = name
         for param in self.params:
             param.rename(paths)
 
     def belong_to(self, root: int) -> None:
-        """Exchanges are those of the root of this number, of those of its kind."""
+        """Label this group's collectives with the number of its root, so that roots of one class are told apart."""
         if root != self.of_root:
             self.of_root = root
             self._name_exchanges()
 
     def tie(self, param: FSDPParam, uses: Sequence[tuple[nn.Module, str]]) -> None:
-        """Let modules outside of this group's own hold ``param`` as well."""
+        """Tie ``param`` to ``uses``: modules of another `fully_shard` call, which hold it as well."""
         self.reshard()
         param.tie(uses)
         self._registrations = Registrations(self.params)
+        # Though one module's backward may do without the parameters, the other's may need them.
         self.configure(dataclasses.replace(self.settings, unshards_in_backward=True))
 
     def register_in(self, param: FSDPParam, place: Registration) -> None:
@@ -597,7 +615,7 @@ class FSDPParamGroup:
 
     @property
     def sharded(self) -> tuple[nn.Parameter, ...]:
-        """The sharded parameters: the same object until one was replaced."""
+        """The sharded parameters, in a tuple that stays the same object until one is replaced."""
         return self._sharded
 
     @property
@@ -609,19 +627,19 @@ class FSDPParamGroup:
     def placed_within(self) -> DeviceMesh | None:
         """The mesh of the `fully_shard` call, if ``shard_placement_fn`` has put the parameters on a part of its ranks.
 
-        Their gradients are never reduced over the others, where parameters of the same place hold other values.
+        The other ranks of it hold other values under the same name, so gradients are never reduced over them.
         """
         own, whole = self.mesh.device_mesh, self.sharers[0].mesh.device_mesh
         return whole if is_part_of(own, whole) else None
 
     @property
     def transport(self) -> Transport:
-        """What gathers its parameters from their shards."""
+        """The transport that gathers the parameters from all ranks."""
         return self._transport
 
     @property
     def plan(self) -> GroupPlan:
-        """How it communicates: the same object until parameters or gradients are laid out anew."""
+        """How the group communicates. It is the same object until parameters or gradients are laid out anew."""
         gathers = tuple([buffers.plan for buffers in self.storage.buffers])
         reduces = tuple([bucket.plan for bucket in self.reducer.buckets])
         known = self._plan
@@ -646,7 +664,8 @@ class FSDPParamGroup:
         with _torch.plain_attributes():
             after = list(map(_torch.untyped_storage, self._sharded))
         self._versioned = (*self._sharded, *[param.local for param in self.params])
-        # Those that are on another device now, see `FSDPParam.lie_on`; what a user has set is refused later.
+        # A wrapper that `FSDPParam.lie_on` has moved to another device has a new storage: note it. Any other storage
+        # stays as noted, so that `refuse_set_data` still finds a `.data` that the user has set.
         known = zip(self._storages, before, after, strict=True)
         self._storages = tuple([now if now is not was else noted for noted, was, now in known])
 
@@ -668,11 +687,12 @@ class FSDPParamGroup:
         self.is_prepared = True
 
     def _prepare_anew(self, comm: FSDPCommContext) -> None:
-        """The same within an iteration, whose gathers do not know of what compute has written since it began."""
+        """Prepare within an iteration, whose all-gathers have waited for compute only when it began."""
         if self.reducer.is_reducing:
             comm.finish_reduces()  # what is in flight was packed by the old plan
         self.prepare(comm)
-        comm.gathers_follow_compute()  # which wrote new shard buffers, or was to use what was allocated
+        # Compute has written the new shard buffers, and may still use memory that was allocated just now.
+        comm.gathers_follow_compute()
 
     def _name_exchanges(self) -> None:
         self.reducer.name, self.reducer.of_root = self.name, self.of_root
@@ -691,14 +711,14 @@ class FSDPParamGroup:
             self._transport_among_neighbours = transport_of(group, self.mesh.device, custom, label=what)
 
     def configure(self, settings: GroupSettings) -> None:
-        """Go on with other settings, once the reductions in flight have ended as they began."""
+        """Take other settings. Reductions in flight are finished with the old ones, if that makes a difference."""
         before = self.settings
         if self.comm is not None and (
             settings.changes_layout(before) or settings.denominator is not before.denominator
         ):
             self.comm.finish_reduces()
         if settings.gathers_on_compute is not before.gathers_on_compute:
-            self.quiesce()  # what is kept lies in memory of the other stream
+            self.quiesce()  # kept shards and unsharded values lie in memory of the other stream
         if settings.custom_all_gather is not before.custom_all_gather and self._phase is ParamPhase.UNSHARDING:
             self.reshard()
         self.reducer.configure(settings)
@@ -720,7 +740,7 @@ class FSDPParamGroup:
         self._lay_out_anew()
 
     def rest_on_all_ranks(self) -> None:
-        """Reshard to all ranks after forward, or not at all, if it was to fewer."""
+        """Stop resharding to fewer ranks after forward, and drop what rests there now."""
         is_under_way = self._unsharding is not None and self._unsharding.resumes
         if is_under_way or self._phase is ParamPhase.SHARDED_POST_FORWARD:
             self.reshard()
@@ -732,32 +752,33 @@ class FSDPParamGroup:
             self._free_unsharded()
 
     def written(self) -> tuple[int, int]:
-        """Changes with writes to the sharded parameters, as far as they can be seen; alike on all ranks.
+        """A value that changes with every visible write to the sharded parameters, on all ranks alike.
 
-        Those through ``to_local()`` too, which are alike if all ranks make them: local tensors count their own.
+        Writes through ``to_local()`` count too, as local tensors have version counters of their own. All ranks must
+        make such writes.
         """
         with _torch.plain_attributes():
             return self._write_counter.writes, sum(map(_torch.version_of, self._versioned))
 
     def note_write(self) -> None:
-        """The sharded parameters were written by what the host does not see."""
+        """Note that the sharded parameters were written where no version counter sees it: by a captured graph."""
         self._write_counter.writes += 1
         WriteCounter.steps += 1
 
     def is_stale(self) -> bool:
-        """Whether the sharded parameters were written since they were gathered, as far as that can be seen."""
+        """Whether the sharded parameters were written since they were gathered, as far as `written` tells."""
         return self._gathered != self.written()
 
     def _sent_version(self) -> object:
-        """Changes with writes to this rank's shards, which are not stale; None if they may be written unseen."""
+        """A version of this rank's shards, for `Gather.copy_in`; None if they may be written without a trace."""
         if WriteCounter.unwatched:
             return None
         return self.written(), WriteCounter.steps
 
     def quiesce(self, *, frees: bool = True) -> None:
-        """Reshard, and cast shards anew in the next gather: they may be written in ways that are not seen.
+        """Reshard, and let the next gather cast the shards anew: the user may write them without a trace.
 
-        Not ``frees``: what `rest_in_place` has left stays, for the graph that reads it.
+        Not ``frees``: values that `rest_in_place` has left stay, for the graph that reads them.
         """
         if frees or not self._rests_in_place:
             self.reshard(by_user=True)
@@ -768,8 +789,8 @@ class FSDPParamGroup:
     def adopt_replaced(self) -> None:
         """Take over sharded parameters that the user replaced, moved, converted, froze or unfroze.
 
-        Only while the sharded parameters are registered. The buffers are rebuilt where values moved, and the plan if
-        there was one.
+        It does nothing unless the sharded parameters are registered. If values have moved, the buffers are rebuilt, and
+        the plan if there was one.
 
         Raises:
             FSDPRuntimeError: a replacement is not a DTensor parameter of the same shape, mesh and placements.
@@ -786,17 +807,17 @@ class FSDPParamGroup:
     def _lay_out_anew(self) -> None:
         """Build buffers and, if there was one, the plan for what the parameters are now."""
         self._gathered = None
-        self.storage.outdate()  # autograd refuses the backward of graphs that have saved the values of before
+        self.storage.outdate()  # graphs that have saved the old values must be refused
         with torch.inference_mode(False):
             self._lay_out()
         if self.comm is not None and all(param.local.device == self.storage.offloading.device for param in self.params):
-            self._prepare_anew(self.comm)  # else when it is needed: the parameters may be on their way somewhere
+            self._prepare_anew(self.comm)  # else `unshard` does: the model is being moved, and may come back
 
     def refuse_loan(self, what: str) -> None:
         """Refuse ``what``, which needs the sharded parameters to be registered.
 
         Raises:
-            FSDPRuntimeError: others are.
+            FSDPRuntimeError: a `Loan` has registered others.
         """
         if self.loan is not None:
             raise FSDPRuntimeError(
@@ -805,7 +826,7 @@ class FSDPParamGroup:
             )
 
     def _replacements(self) -> list[tuple[FSDPParam, nn.Parameter]]:
-        """What is registered now, all of it looked at before anything is changed."""
+        """Each parameter with what is registered for it now. All are checked before anything is changed."""
         return [(param, param.registered()) for param in self.params]
 
     def _take_over(self, replacements: list[tuple[FSDPParam, nn.Parameter]]) -> None:
@@ -823,12 +844,12 @@ class FSDPParamGroup:
         self._versioned = (*self._sharded, *[param.local for param in self.params])
 
     def _adopt_in_place(self) -> bool:
-        """Take over parameters whose values lie where they lay: frozen ones, and new wrappers, as by model.to(device).
+        """Take over parameters whose values did not move: frozen ones, and new wrappers, as model.to(device) makes.
 
-        Unsharded parameters and buffers stay, so that this may be between a forward and its backward.
+        Unsharded parameters and buffers stay, so that this may be done between a forward and its backward.
 
         Returns:
-            Whether that was all.
+            Whether nothing else has changed; if not, nothing was done.
         """
         replacements = self._replacements()
         if not all(param.lies_under(found) for param, found in replacements):
@@ -838,14 +859,14 @@ class FSDPParamGroup:
         was_stale = self.is_stale()
         self._take_over(replacements)
         self._gathered = self.written() if not was_stale else None
-        self.storage.forget_sent()  # its version was that of others
+        self.storage.forget_sent()  # cast shards are kept by the versions of the old wrappers
         self._lay_out_gradients()
         return True
 
     def _lay_out_gradients(self) -> None:
-        """Anew: parameters were frozen or thawed."""
+        """Lay out the gradients anew: parameters were frozen or thawed."""
         if self.is_prepared:
-            self.is_prepared = False  # as long as gradients wait, and refuse another layout
+            self.is_prepared = False  # it stays so if this raises: waiting gradients refuse another layout
             self.reducer.lay_out(self.params)
             self.is_prepared = True
 
@@ -866,13 +887,13 @@ def _are_same(ones: Sequence[object], others: Sequence[object]) -> bool:
 def free_cleared_gradients(groups: Iterable[FSDPParamGroup]) -> None:
     """Free the memory of sharded gradients that have been cleared, and that nobody holds.
 
-    Between passes, or by a hook on a delivered gradient. While a graph is captured it stays; and until the next forward
-    where the optimizer may still be reading it on a stream of its own.
+    It is called between passes, or by hooks on delivered gradients. While a graph is captured the memory stays, for
+    ever. If the optimizer may still be reading it on a stream of its own, it stays until the next forward.
     """
     by_comm: dict[FSDPCommContext, list[tuple[FSDPParamGroup, list[GradientBuffer]]]] = {}
     for group in groups:
         cleared = group.reducer.cleared_buffers()
-        # What an exception has left on its way there is waited for by the next iteration.
+        # After an exception a reduction may still write there: the next iteration waits for it first.
         if cleared and group.comm is not None and not group.comm.was_interrupted:
             by_comm.setdefault(group.comm, []).append((group, cleared))
     for comm, together in by_comm.items():

@@ -1,6 +1,6 @@
-"""What a state hangs on the modules that it manages beside the hooks around forward: hooks for state dicts, marks.
+"""What a state hangs on its modules beside the hooks around forward: hooks for state dicts, and marks.
 
-Knows nothing of what states do.
+This file knows nothing of what states do.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fsdp2 import _torch
 
 
 def on_real_parameters(action: Callable[..., None], *args: Any) -> None:
-    """Run ``action`` on real parameters, although functorch may be transforming the forward around it."""
+    """Run ``action`` outside of functorch's transforms, which may be wrapping the tensors of the forward around it."""
     if not _torch.functorch_is_active():
         action(*args)
     else:
@@ -24,25 +24,25 @@ def on_real_parameters(action: Callable[..., None], *args: Any) -> None:
 
 
 STATE = "_fsdp_state"
-"""The attribute of modules that is their state."""
+"""The attribute of a module that holds its state."""
 
 
 class Settling(Protocol):
     """What the hooks call."""
 
     def quiesce(self, *, frees: bool) -> None:
-        """Reshard, before the user's code looks at the parameters; not ``frees``: but for what a graph reads."""
+        """Reshard, before the user's code looks at the parameters. Not ``frees``: values that a graph reads stay."""
 
     def adopt_replaced(self) -> None:
-        """Take over parameters that were replaced."""
+        """Take over parameters that the user has replaced in the modules."""
 
 
 class StateDictHook:
-    """Before state is saved or loaded it reshards, as unsharded parameters may be registered; after, it adopts.
+    """A hook around state dicts: it reshards before saving and loading, or adopts replaced parameters after loading.
 
     Attributes:
-        state: whose parameters the module holds; None in a copy of a part of what was sharded.
-        adopts: after loading; else before saving and loading.
+        state: the state whose parameters the module holds; None in a copy of a part of a sharded model.
+        adopts: it runs after loading, and adopts. Else it runs before saving and loading, and reshards.
     """
 
     __slots__ = ("adopts", "state")
@@ -52,7 +52,7 @@ class StateDictHook:
         self.adopts = adopts
 
     def __call__(self, *args: object) -> None:
-        """Whatever the arguments are."""
+        """Tell the state. Arguments differ between kinds of hooks, and are ignored."""
         if self.state is not None:
             if self.adopts:
                 self.state.adopt_replaced()
@@ -64,10 +64,11 @@ class ModuleHooks:
     """The hooks of one state on modules.
 
     Attributes:
-        handles: by which all of them can be removed.
-        hooks: those for state dicts.
+        handles: removes all of them.
+        hooks: the hooks for state dicts.
         managed: the modules that are marked as managed.
-        methods: of modules, that gather like forward: what was set on the module before, None if nothing was.
+        methods: by module and name, what a method that gathers like forward has replaced in the module's ``__dict__``;
+            None if there was nothing.
     """
 
     def __init__(self) -> None:
@@ -83,9 +84,9 @@ class ModuleHooks:
         managed: Iterable[nn.Module],
         take_rows: Callable[..., None],
     ) -> None:
-        """Let ``state`` know when state dicts of ``managed`` modules, which lie below ``modules``, come and go.
+        """Call ``state`` around saving and loading of ``managed`` modules, which are ``modules`` or lie below them.
 
-        ``take_rows``: a hook that puts rows in the place of whole values, before each of them is loaded.
+        ``take_rows``: a hook that cuts full values of a state dict to this rank's rows before they are loaded.
         """
         quiesce, adopt = StateDictHook(state, adopts=False), StateDictHook(state, adopts=True)
         self.hooks = (quiesce, adopt)
@@ -99,7 +100,7 @@ class ModuleHooks:
             self.handles.append(module.register_load_state_dict_pre_hook(take_rows))
 
     def mark(self, managed: Iterable[nn.Module]) -> None:
-        """Set what torch.compile, and programs that ask whether a module is sharded, look for."""
+        """Set the attributes by which torch.compile and programs recognize a sharded module."""
         self.managed = tuple(managed)
         for module in self.managed:
             module._is_fsdp_managed_module = True  # type: ignore[assignment]

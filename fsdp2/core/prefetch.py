@@ -26,17 +26,17 @@ PREFETCH_DEPTH = 1
 """How many units are gathered ahead of the one that computes, unless the user has set a budget."""
 
 MAX_PREFETCH_DEPTH = 16
-"""How many at most within a budget."""
+"""How many units are gathered ahead at most, if the user has set a budget in bytes."""
 
 Unit = tuple[FSDPParamGroup, ...]
 """The groups of one `fully_shard` call, one per mesh: they are needed together. Empty without parameters."""
 
 Prefetch = tuple[Unit, ...] | None
-"""The units that are gathered after one, as the user has it; None: those that are expected to come."""
+"""The units to gather ahead while one computes, as the user has set them; None: those that are expected to come."""
 
 
 class Schedule:
-    """Gathers the units of one root. Collective, as what it is told is the same on all ranks.
+    """Gathers the units of one root. Collective: all ranks must come to the same gathers in the same order.
 
     Subclasses say what comes next, in the methods whose names begin with begin, enter, leave and end.
     """
@@ -50,7 +50,7 @@ class Schedule:
         """The root's forward begins."""
 
     def enter_forward(self, state: FSDPState) -> None:
-        """Inside of it the forward of ``state`` begins: gather its unit."""
+        """The forward of ``state`` begins, inside of the root's: gather its unit."""
         raise NotImplementedError
 
     def note_stays(self, state: FSDPState) -> None:
@@ -72,6 +72,7 @@ class Schedule:
     def enter_recompute(self, state: FSDPState) -> None:
         """A backward computes the forward of ``state`` again: gather its unit, outside of the order."""
         iteration, unit = self._root.iteration, state.unit
+        # One unit at most stays unsharded beyond its recompute: free the one before, unless it is needed again.
         if iteration.recomputed is unit:
             iteration.recomputed = None
         else:
@@ -85,15 +86,15 @@ class Schedule:
                 self._root.iteration.reduced = True
 
     def end_backward(self) -> None:
-        """The backward has ended; what was not noticed of it is done next."""
+        """The backward has ended. The root finishes modules whose end was not noticed after this call."""
 
     def end_pass(self) -> None:
-        """The backward is over: let go what it has gathered in vain."""
+        """The backward is over, and all its modules are finished: reshard what was gathered in vain."""
         self.keep_for_backward(None)
         self.drop_ahead()
 
     def abandon(self) -> None:
-        """What has begun is dropped: the next step begins anew."""
+        """The pass is dropped after a failure: the next step begins anew."""
 
     # -- what it does
 
@@ -106,11 +107,11 @@ class Schedule:
                 iteration.gathered = True
             if ahead:
                 ahead.discard(group)
-        for group in unit:  # their staging buffers are gone before the next one is allocated
+        for group in unit:  # this frees their staging buffers, before a prefetch allocates others
             group.wait_for_unshard()
 
     def gather_ahead(self, upcoming: Sequence[Unit], *, for_backward: bool = False) -> None:
-        """Issue the gathers of ``upcoming`` units, but for those that are there or not needed."""
+        """Issue the gathers of those ``upcoming`` units that will be needed and are not there yet."""
         for unit in upcoming:
             for group in unit:
                 if group.storage.gathers_nothing:
@@ -126,12 +127,12 @@ class Schedule:
                         self._root.iteration.ahead.add(group)
 
     def gather_in_turn(self, unit: Unit, then: Sequence[Unit], *, for_backward: bool = False) -> None:
-        """Gather ``unit``, and ahead as many as the budget allows of those that come ``then``."""
+        """Gather ``unit``, and ahead as many of the units that come ``then`` as the budget allows."""
         self.gather(unit, for_backward=for_backward)
         self.gather_ahead(self.within_budget(then), for_backward=for_backward)
 
     def within_budget(self, upcoming: Sequence[Unit]) -> Sequence[Unit]:
-        """As many of ``upcoming`` as are to be gathered ahead."""
+        """The first of ``upcoming``: those that fit into the user's budget, or `PREFETCH_DEPTH` if there is none."""
         budget = self._root.settings.prefetch_bytes
         if budget is None:
             return upcoming[:PREFETCH_DEPTH]
@@ -149,7 +150,7 @@ class Schedule:
         for group in root.groups:
             if group in root.iteration.ahead and not group.users:
                 if root.watched.holds_graph and group.phase is ParamPhase.UNSHARDED:
-                    continue  # which the graph may read
+                    continue  # a recorded graph may read the values
                 group.reshard()
                 root.comm.let_host_write_shards()
         root.iteration.ahead.clear()
@@ -171,10 +172,11 @@ class Schedule:
 
 
 class LearnedOrder(Schedule):
-    """The order of the last step that all ranks have run to its end, while the one that runs follows it.
+    """Gathers ahead in the order of the last step that all ranks ran to its end, while the running step follows it.
 
-    A forward's order is learned at the end of a backward that reduced gradients: before, another rank may yet fail, not
-    learn it, and predict something else. After an evaluation nothing later would tell: see `ExecutionOrder.settle`.
+    A forward's order is learned only at the end of a backward that reduced gradients. Before that another rank may
+    still fail: it would not learn the order, and predict something else. No such moment follows an evaluation, so its
+    order is learned at its end: see `ExecutionOrder.settle`.
     """
 
     def __init__(self, root: FSDPRoot) -> None:
@@ -186,12 +188,12 @@ class LearnedOrder(Schedule):
 
     @property
     def forward(self) -> tuple[Unit, ...]:
-        """In which order the last step that all ranks have run came to the units; empty before."""
+        """The order in which the last step that all ranks have run came to the units; empty before such a step."""
         return self._forward.learned
 
     @property
     def backward(self) -> tuple[Unit, ...]:
-        """The same of its backward."""
+        """The order in which the backward of that step came to the units."""
         return self._backward.learned
 
     def begin_forward(self) -> None:
@@ -199,7 +201,7 @@ class LearnedOrder(Schedule):
         self._running = self._forward if torch.is_grad_enabled() else self._evaluation
 
     def enter_forward(self, state: FSDPState) -> None:
-        """See `Schedule`. Gathers ahead what is expected, or what the user has said."""
+        """See `Schedule`. Gathers ahead the units that are expected, or that the user has set."""
         self.gather(state.unit)
         expected = self._advance(self._running, state.unit)
         self.gather_ahead(expected if state.forward_prefetch is None else state.forward_prefetch)
@@ -209,7 +211,7 @@ class LearnedOrder(Schedule):
         self._forward.end()
         if self._root.iteration.gathered:
             self._evaluation.settle()
-        else:  # ranks may run what is there already in ways of their own
+        else:  # without gathers nothing keeps ranks together, so their orders may differ
             self._evaluation.abandon()
 
     def forward_failed(self) -> None:
@@ -219,14 +221,17 @@ class LearnedOrder(Schedule):
         self.abandon()
 
     def begin_backward(self, *, is_recorded: bool) -> None:
-        """See `Schedule`. The first is expected to follow the forward backwards."""
+        """See `Schedule`. Until a backward was learned, the reversed order of the forward is expected."""
         self._backward.expect(self._forward.learned[::-1])
 
     def enter_backward(self, state: FSDPState) -> None:
-        """See `Schedule`. Gathers ahead what is expected, or what the user has said; or does so when this has ended."""
+        """See `Schedule`. Gathers ahead the units that are expected, or that the user has set.
+
+        With ``set_backward_prefetch("after")`` the expected units are noted, and gathered when this backward has ended.
+        """
         root, unit, then = self._root, state.unit, state.backward_prefetch
         if root.comm.device.has_streams:
-            root.comm.free_packed()
+            root.comm.free_packed()  # before this module makes its gradients
         iteration = root.iteration
         if iteration.recomputed is unit:
             iteration.recomputed = None
@@ -248,7 +253,7 @@ class LearnedOrder(Schedule):
         self._backward.end()
 
     def _advance(self, order: ExecutionOrder[Unit], unit: Unit) -> Sequence[Unit]:
-        """Note that ``unit`` is needed now; returns what is to be gathered ahead if the user says nothing."""
+        """Note that ``unit`` is needed now. Returns the units to gather ahead, unless the user has set others."""
         if self._root.settings.prefetch_bytes is None:
             return order.advance(unit, depth=PREFETCH_DEPTH)
         return self.within_budget(order.advance(unit, depth=MAX_PREFETCH_DEPTH))
@@ -270,12 +275,12 @@ class LearnedOrder(Schedule):
 
 
 class JoiningSchedule(Schedule):
-    """One for ranks that run different modules on purpose."""
+    """A schedule for ranks that run different modules on purpose."""
 
     def join_step(self) -> None:
-        """This rank has nothing to run. Collective."""
+        """This rank runs nothing in this step: take part in the collectives of the others."""
         raise NotImplementedError
 
 
-JOINING: Port[Callable[[Any], JoiningSchedule]] = Port(missing("schedules.divergence"))
-"""Makes one, of a root."""
+JOINING: Port[Callable[[Any], JoiningSchedule]] = Port(missing("divergence"))
+"""Makes the joining schedule of a root."""

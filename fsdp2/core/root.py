@@ -1,6 +1,6 @@
 """`FSDPRoot`: what the outermost sharded module owns: the communication context, the learned orders, the iteration.
 
-Decides when groups are gathered ahead and when a pass begins, ends or has failed. Talks to groups, not to modules.
+It decides when a pass begins and ends. It talks to groups and to states, not to modules.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ON_ROOT: list[Callable[[Sequence[Any], Sequence[FSDPParamGroup]], None]] = []
 """A port: called when a root forms, with its states and their groups."""
 
 ON_TRAINING: list[Callable[[Any], None]] = []
-"""A port: called with a root when its first forward with gradients begins, and again if one of them raises."""
+"""A port: called with a root when its first forward with gradients begins. If one raises, all are called again."""
 
 
 class Iteration:
@@ -44,13 +44,13 @@ class Iteration:
         is_second: that backward differentiates a recorded one.
         unfinalized: a backward has come to its end, and waits for ``finalize_backward``.
         failed: an exception left a forward.
-        reduced: gradients were reduced, which takes all ranks.
+        reduced: gradients were reduced, in which all ranks take part.
         ahead: groups that were gathered ahead and have not been used yet.
-        following: a unit, and what is to be gathered ahead when its backward has ended.
-        recomputed: the unit that a recompute in backward has left unsharded for its own backward, see `keep`.
-        gathered: the root's forward has gathered something.
-        trained: a backward that reduced has ended inside of the root's forward, or of a method that calls it, which
-            trains by itself.
+        following: a unit, and the units to gather ahead when the backward of that unit has ended.
+        recomputed: the unit that a recompute has left unsharded for its backward, see `Schedule.keep_for_backward`.
+        gathered: the root's forward has issued an all-gather.
+        trained: a backward that reduced has ended inside of the root's forward, or of a method of the root's module
+            that calls it.
     """
 
     __slots__ = (
@@ -82,23 +82,23 @@ class Iteration:
 
 
 class FSDPRoot:
-    """Shared by the states of all sharded modules below one root.
+    """Runs the iterations of one root module, for the states of all sharded modules below it.
 
     Attributes:
         name: class name of the root module, for messages.
-        owner: whose module that is.
-        states: those of all sharded modules below it, its owner first.
-        groups: all groups, in the order of the modules.
-        shared: those of them that modules of several calls use.
-        settings: what the user has set on it.
+        owner: the state of the root module.
+        states: the states of all sharded modules below, the owner first.
+        groups: the groups of all these states, in the order of the modules.
+        shared: the groups whose weights are tied across `fully_shard` calls.
+        settings: what the user has set on the root.
         shared_comm: where other roots find the communication context, if they share it.
-        restarts: how often all ranks had left a step together when this root last noticed.
-        watched: at which parameters a backward is noticed that begins at no output.
-        parameters: what `optim/model_parameters.py` knows of the parameters below; here, as it must go with the root.
+        restarts: `Place.restarts` when this root last looked; if it has grown, all ranks have left a step together.
+        watched: the unsharded parameters at which a backward is noticed that begins at no module output.
+        parameters: a cache of `optim/model_parameters.py`, which must be dropped together with the root.
         is_disturbed: another root has claimed modules of this one, which must claim them back before its next forward.
         has_trained: a forward with gradients has begun.
-        learned: the order that its steps have followed.
-        schedule: what is gathered when: by `learned`; or where ranks run different modules, by what they agreed on.
+        learned: the schedule that follows the order of earlier steps.
+        schedule: the one in use: `learned`, or a `JoiningSchedule` where ranks run different modules.
     """
 
     def __init__(
@@ -135,19 +135,19 @@ class FSDPRoot:
     # -- forward
 
     def begin_training(self) -> None:
-        """The first forward with gradients begins: what is to be so by then is looked at. Collective."""
+        """The first forward with gradients begins: run the checks of `ON_TRAINING`. Collective."""
         for action in ON_TRAINING:
             action(self)
         self.has_trained = True
 
     @property
     def post_optim_event(self) -> Any:
-        """What the next forward's all-gathers wait for, instead of all that compute has been given."""
+        """The event that the next forward's all-gathers wait for, instead of all work issued to compute so far."""
         return self.comm.post_optim_event
 
     @post_optim_event.setter
     def post_optim_event(self, event: Any) -> None:
-        """To be set for each iteration."""
+        """Set the event, for one iteration: the next forward consumes it."""
         self.comm.post_optim_event = event
 
     def begin_forward(self) -> None:
@@ -158,6 +158,7 @@ class FSDPRoot:
         if self.settings.divergence == "join" or self.schedule is not self.learned:
             self.schedule = self._joining() if self.settings.divergence == "join" else self.learned
         self.schedule.begin_forward()
+        # An iteration is not replaced here: several forwards may come before the backward that ends it.
         self.iteration.in_forward, self.iteration.trained, self.iteration.gathered = True, False, False
         PLACE.step, PLACE.thread = PLACE.step + 1, threading.get_ident()
         PLACE.phase, PLACE.left, PLACE.tells = self._phases[0], "", self.settings.aborts_together
@@ -166,6 +167,7 @@ class FSDPRoot:
             self.comm.begin_forward()
             if event is not None:
                 self.comm.compute_follows(event)
+        # Compute has joined the optimizer's stream just now, so nobody reads the cleared gradients any more.
         free_cleared_gradients(self.groups)
         for group in self.groups:
             group.begin_iteration(ends_by_itself=not self.settings.finalizes_manually)
@@ -173,13 +175,15 @@ class FSDPRoot:
             self.comm.max_pending_reduces = max(group.settings.max_pending for group in self.groups)
         if not self.comm.device.has_streams or all([group.storage.gathers_nothing for group in self.groups]):
             return
+        # All-gathers must see what the optimizer has written. Without an event they wait for all that compute has;
+        # with one they overlap with what the program has issued since, such as the copy of the next batch.
         if event is None:
             self.comm.gathers_follow_compute()
         else:
             self.comm.gathers_follow(event)
 
     def begin_compiled_call(self) -> None:
-        """A forward begins that is one graph; neither its end nor its backward will be told."""
+        """A forward begins that is one compiled graph, which tells neither its end nor its backward."""
         PLACE.step, PLACE.thread = PLACE.step + 1, threading.get_ident()
         PLACE.phase = self._phases[4]
         event, self.post_optim_event = self.post_optim_event, None
@@ -187,7 +191,7 @@ class FSDPRoot:
             self.comm.compute_follows(event)
 
     def join_step(self) -> None:
-        """This rank has nothing to run in a step, or no more: others have. Collective."""
+        """This rank runs nothing, or nothing more, in a step: take part in the collectives of the other ranks."""
         self.schedule = self._joining()
         self.schedule.join_step()
 
@@ -196,24 +200,26 @@ class FSDPRoot:
         return self._joined
 
     def join(self) -> None:
-        """A grouped module is used outside the root's forward: its gathers must see what compute has written."""
+        """A sharded module is used outside of the root's forward: its gathers must see what compute has written."""
         self.comm.refuse_unfinished_handle("a forward")
         if self.comm.device.has_streams:
             self.comm.begin_forward()
         self.comm.gathers_follow_compute()
 
     def end_forward(self) -> None:
-        """The root's forward has ended: drop what was gathered in vain."""
+        """The root's forward has ended: reshard what was gathered ahead in vain."""
         self.schedule.end_forward()
         self.end_rounds()
         self.iteration.in_forward = self.iteration.trained = False
         PLACE.phase = self._phases[1]
         self.schedule.drop_ahead()
-        if not torch.is_grad_enabled():  # else the end of backward does, or whatever writes before that
+        # The user's code may write offloaded shards next. With gradients the end of the backward waits for copies of
+        # them, and so does whatever the engine lets write them before that (see `FSDPState.quiesce`).
+        if not torch.is_grad_enabled():
             self.comm.let_host_write_shards()
 
     def end_rounds(self) -> None:
-        """The root's forward is over: of lists of modules not all may have been called."""
+        """The root's forward is over: reshard lists of modules of which not all were called."""
         for state in self.states:
             if state.round.to_run:
                 state.end_round()
@@ -221,20 +227,26 @@ class FSDPRoot:
     # -- backward
 
     def begin_backward(self) -> None:
-        """Some backward hook runs: arrange for the end of this backward, once."""
+        """A hook of a backward runs. If it is the first one, arrange that the end of this backward is noticed."""
         if not self.iteration.in_backward:
             self.comm.refuse_unfinished_handle("a backward")
             self.iteration.in_backward = True
             PLACE.phase = self._phases[2]
+            # Autograd enables gradients inside of a backward only under create_graph=True.
             self.iteration.creates_graph = torch.is_grad_enabled()
             self.schedule.begin_backward(is_recorded=self.iteration.creates_graph)
+            # Gradients that add up in host memory come back to the device in the last backward only.
             is_last = self.settings.is_last_backward or self.settings.finalizes_manually
             for group in self.groups:
                 group.reducer.is_last = is_last
+            # Autograd calls it when the whole backward is done, also if no hook has noticed the end of some modules.
             _torch.queue_backward_callback(functools.partial(on_real_parameters, self._end_backward))
 
     def reduce_shared(self, *, only_keeps: bool = False) -> None:
-        """End the backward of the shared groups that it has come to, and is over for. Collective."""
+        """Reduce the shared groups that the backward has come to: it is over for all of their modules. Collective.
+
+        ``only_keeps``: leave out groups that reduce, so that only gradients are kept and nothing is communicated.
+        """
         for group in self.shared:
             if only_keeps and group.settings.requires_gradient_sync:
                 continue
@@ -245,8 +257,11 @@ class FSDPRoot:
 
     def _end_backward(self) -> None:
         self.schedule.end_backward()
+        # Before modules are finished below: these reshard, unless this backward was recorded and its graph reads on.
         self.watched.holds_graph, self.iteration.is_second = self.iteration.creates_graph, False
         if self.settings.finalizes_manually:
+            # Further backwards may come before finalize_backward(), so nothing is reduced. The reducers are noted, so
+            # that zero_grad() reaches gradients that are in no `.grad` yet.
             for state in self.states:
                 state.backward.pause()
             self.reduce_shared(only_keeps=True)
@@ -264,6 +279,7 @@ class FSDPRoot:
     def _end_iteration(self) -> None:
         self.schedule.end_pass()
         if self.iteration.reduced:
+            # All ranks take part in a reduction, so all of them have come to it by the same order of gathers.
             self.learned.commit()
             if self.comm.device.has_streams or self.comm.gather_arena is not ALLOCATOR:
                 self.comm.end_step()
@@ -278,14 +294,14 @@ class FSDPRoot:
         self.iteration.trained = is_inside and (ended.reduced or ended.trained)
 
     def next_iteration(self) -> Iteration:
-        """Begin anew. Returns the iteration that has ended."""
+        """Replace the state of the iteration by a fresh one. Returns the iteration that has ended."""
         ended, self.iteration = self.iteration, Iteration()
         return ended
 
     # -- finalization by the user
 
     def finalize(self) -> None:
-        """The user says that backward has ended: reduce and reshard what is left. Collective, asynchronous."""
+        """The backward is final: reduce and reshard what is left. Collective, asynchronous."""
         for state in self.states:
             state.backward.finish()
         on_real_parameters(self.reduce_shared)
@@ -309,11 +325,11 @@ class FSDPRoot:
         self.comm.finish_reduces()
 
     def dissolve(self) -> None:
-        """Let the modules below find a root anew, in their next forward."""
+        """End this root: the modules below find a root anew in their next forward."""
         self.owner.forget_root()
 
     def leave_recording(self) -> None:
-        """A graph was given up while it was recorded: nothing that was issued ran, nothing of it is waited for."""
+        """A graph capture was given up: nothing that was issued in it ran, so nothing of it must be waited for."""
         self.post_optim_event = None
         self.comm.forget_events()
         for group in self.groups:

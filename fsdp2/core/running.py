@@ -1,4 +1,4 @@
-"""Which methods of modules run, read off the call stack: are parameters asked for inside of a pass that uses them?"""
+"""Tells from the call stack whether code runs inside of a forward or backward that uses sharded parameters."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from fsdp2 import _torch
 from fsdp2.errors import FSDPRuntimeError
 
 CALLS = frozenset({"_call_impl", "_fsdp_captured_call", "wrapped"})
-"""The methods of sharded modules that gather."""
+"""Names of the functions in which the methods of sharded modules gather and compute."""
 
 
 def refuse_inside_of_a_pass(root: Any, modules: Sequence[nn.Module], name: str) -> None:
-    """Refuse to look at the parameters of ``modules``, called ``name``, while a forward or backward uses them.
+    """Refuse to touch the parameters of ``modules``, called ``name``, while a forward or backward uses them.
 
     Raises:
-        FSDPRuntimeError: one of ``root`` or of ``modules`` runs.
+        FSDPRuntimeError: a pass of ``root``, or a forward of one of ``modules``, is running.
     """
     running = running_pass(root, modules)
     if running is not None:
@@ -32,10 +32,11 @@ def refuse_inside_of_a_pass(root: Any, modules: Sequence[nn.Module], name: str) 
 
 
 def running_pass(root: Any, modules: Sequence[nn.Module]) -> Literal["forward", "backward"] | None:
-    """Which pass of ``root``, or of one of its ``modules`` by itself, the calling code is inside of, if of any."""
+    """The pass of ``root``, or the forward of one of its ``modules`` alone, that the caller is inside of; else None."""
     iteration = root.iteration
     if iteration.in_backward and _torch.backward_is_running():
         return "backward"
+    # The call stack shows modules that run outside of the root's forward, about which the iteration knows nothing.
     in_forward = iteration.in_forward or any(
         self in modules
         for frame in frames_from(sys._getframe())
@@ -53,15 +54,16 @@ def frames_from(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def methods_of(frames: Iterable[FrameType]) -> Iterator[tuple[Any, FrameType]]:
-    """The modules and frames of methods among ``frames``, as the frames' local variables tell.
+    """Those of ``frames`` that are methods of modules, each with its module, as their local variables tell.
 
-    Before Python 3.13 a frame whose variables are read keeps all that they hold, until they are read again or it ends:
-    where nothing has failed, only frames of torch and of this package are to be given.
+    Before Python 3.13 a frame whose variables are read keeps alive what they held, until they are read again or the
+    frame ends. So where nothing has failed, pass only frames of torch and of this package.
     """
     for frame in frames:
         code = frame.f_code
         self = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         if isinstance(self, nn.Module):
             method = getattr(type(self), code.co_name, None)
-            if code.co_varnames[0] == "self" or getattr(method, "__code__", None) is code:  # no function of a module
+            # A plain function may take a module as its first argument, too: that is no method of it.
+            if code.co_varnames[0] == "self" or getattr(method, "__code__", None) is code:
                 yield self, frame

@@ -1,4 +1,4 @@
-"""Which groups are needed next: orders are learned and predictions come out. Pure: no tensor, no communication."""
+"""Predicts which groups are needed next from the orders of earlier passes. Pure: no tensor, no communication."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class ExecutionOrder(Generic[Item]):
     """The order in which groups are needed in one kind of pass (forward, or backward), learned from the last pass.
 
     While a pass follows the learned order, `advance` predicts what comes next; at the first deviation it falls silent
-    until the pass is over. What it was is learned when the pass is committed. Predictions depend only on the order of
-    this pass and of the last committed one: if these are the same on all ranks, so are the predictions, even if the
-    order changes in every pass. A pass may be committed only if all ranks are known to have come to its end; what is
-    never known is left to `settle`.
+    until the pass is over. The order of a pass is learned when the pass is committed. Predictions depend only on the
+    order of this pass and of the last committed one: if these are the same on all ranks, so are the predictions, even
+    if the order changes in every pass. A pass may be committed only if all ranks are known to have come to its end; for
+    passes of which that is never known there is `settle`.
 
         >>> order = ExecutionOrder()
         >>> [order.advance(item, depth=1) for item in "abc"], order.end(), order.commit()
@@ -63,10 +63,11 @@ class ExecutionOrder(Generic[Item]):
             self._learned = self._ended
 
     def settle(self) -> None:
-        """The pass is over, on some ranks perhaps by an exception: learn its order, alike on all that go on together.
+        """The pass is over, on some ranks perhaps by an exception: learn its order if all ranks learn the same one.
 
-        They have gathered the same, so one that left the learned order was the same on all of them. One that followed
-        it may have stopped anywhere, where more was gathered ahead: what was learned stays.
+        Ranks that go on together have issued the same gathers. If the pass left the learned order, nothing was gathered
+        ahead since, so it is known alike on all of them: learn it. If it followed the learned order, an exception may
+        have stopped some ranks earlier, where the others' gathers were prefetches: keep what was learned.
         """
         current = tuple(self._current)
         if current != self._learned[: len(current)]:
@@ -79,6 +80,6 @@ class ExecutionOrder(Generic[Item]):
         self.abandon()
 
     def abandon(self) -> None:
-        """The pass was cut short by an exception: forget it, and one that ended but was not committed."""
+        """An exception cut the pass short: forget it, and also a pass that has ended and was not committed."""
         self._current.clear()
         self._ended = ()

@@ -1,8 +1,8 @@
 """Several roots over the same sharded modules: a shared encoder below two models, or one that also runs alone.
 
-A root *claims* the states below it when its forward begins, if another has claimed one of them since. Every root keeps
-the orders that it has learned; all of them share one communication context, so that whoever ends a backward waits for
-all of its reductions. The groups, their buffers and what a forward has saved for its backward stay as they are.
+A root *claims* the states below it when its forward begins, if another root has claimed one of them since. Every root
+keeps the orders that it has learned. All of them share one communication context, so that whichever root ends a
+backward waits for all of its reductions. Claiming changes neither groups and buffers nor what a forward has saved.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class SharedComm:
     """One communication context for several roots, made by the first of them that runs.
 
     Attributes:
-        comm: None until then.
+        comm: None until a root runs.
     """
 
     __slots__ = ("comm",)
@@ -33,15 +33,15 @@ class SharedComm:
 
 
 def roots_of(states: Iterable[FSDPState]) -> list[FSDPRoot]:
-    """All roots that ``states`` are below of, each once."""
+    """All roots above ``states``, each once."""
     return list(dict.fromkeys(root for state in states for root in state.roots))
 
 
 def refuse_busy(claimer: str, names: Mapping[FSDPState, str], own: FSDPRoot | None) -> None:
-    """Refuse to claim states that another root than ``own`` is using. Roots that have failed are recovered.
+    """Refuse to claim states that another root than ``own`` is using. Roots whose last pass failed are recovered.
 
     Raises:
-        FSDPRuntimeError: naming both roots and the submodule.
+        FSDPRuntimeError: another root is running; the message names both roots and the submodule.
     """
     for state, name in names.items():
         for root in state.roots:
@@ -58,14 +58,14 @@ def refuse_busy(claimer: str, names: Mapping[FSDPState, str], own: FSDPRoot | No
 
 
 def supersede(states: Iterable[FSDPState]) -> None:
-    """End the roots that ``states`` were: they lie below another now."""
+    """End the roots that modules of ``states`` are: a module above them becomes the root."""
     for state in states:
         if state.own_root is not None:
             state.own_root.dissolve()
 
 
 def claim(root: FSDPRoot, states: Iterable[FSDPState]) -> None:
-    """Make ``root`` the root of ``states``. Those that it takes them from notice."""
+    """Make ``root`` the root of ``states``, and mark the roots that it takes them from as disturbed."""
     for state in states:
         for other in state.roots:
             other.is_disturbed = True
@@ -76,7 +76,7 @@ def claim(root: FSDPRoot, states: Iterable[FSDPState]) -> None:
 
 
 def release(root: FSDPRoot, states: Iterable[FSDPState]) -> None:
-    """``root`` is to be no root of ``states`` any more; others notice."""
+    """Take ``states`` from ``root``, which ends. Other roots over them must claim them before their next forward."""
     for state in states:
         if root in state.roots:
             state.roots.remove(root)
@@ -89,7 +89,7 @@ def release(root: FSDPRoot, states: Iterable[FSDPState]) -> None:
 
 
 def share_context(shared: SharedComm, roots: Iterable[FSDPRoot]) -> None:
-    """Let ``roots``, none of which is running, use one communication context: ``shared``, or the first of theirs."""
+    """Let ``roots`` use one communication context: that of ``shared``, or else the first one's. None of them runs."""
     for root in roots:
         if shared.comm is None:
             shared.comm = root.comm
@@ -97,7 +97,7 @@ def share_context(shared: SharedComm, roots: Iterable[FSDPRoot]) -> None:
         if root.comm is not shared.comm:
             root.comm.finish_reduces()
             for group in root.groups:
-                group.quiesce()  # its memory belongs to a stream of the context that it leaves
+                group.quiesce()  # unsharded memory belongs to a stream of the old context, and must not outlive it
                 group.comm = shared.comm
             root.comm.let_host_write_shards()
             root.comm = shared.comm

@@ -43,11 +43,11 @@ from fsdp2.core.structure import Structure, module_paths
 from fsdp2.core.trees import Replaced, cast_floating_point, cast_inputs, map_inputs, tensors_anywhere_in
 from fsdp2.errors import FSDPRuntimeError, FSDPTypeError, ParamPhase
 
-# What a state's hooks do in a graph for which nothing was prepared: they refuse.
+# Hooks that torch.compile traces into although nothing was prepared for that: they refuse.
 
 
 class Untraced:
-    """Stands in for the hooks of a state of which no compiled call has begun."""
+    """Stands in for the graph hooks of a state while no compiled call is under way."""
 
     def pre_forward(self, *_: Any) -> NoReturn:
         """Refuse.
@@ -62,17 +62,17 @@ class Untraced:
         )
 
     def called_eagerly(self, name: str) -> None:
-        """Nothing was to be in a graph."""
+        """Do nothing: no graph was expected to contain this call."""
 
     def post_forward(self, output: Any) -> Any:
-        """Never reached."""
+        """Return ``output``. (It is never called, as `pre_forward` refuses.)"""
         return output
 
 
 UNTRACED = Untraced()
 
 
-# `ShardArguments`: the arguments of a `fully_shard` call on a module, and what differs in those of another call.
+# `ShardArguments`: the arguments of a `fully_shard` call, and a comparison with those of another call.
 
 
 Strategy = Literal["replicate", "zero1", "zero2", "zero3"]
@@ -84,15 +84,15 @@ class ShardArguments:
     """The validated arguments of one `fully_shard` call.
 
     Attributes:
-        mesh: with ``dp_mesh_dims`` worked in.
-        reshard_after_forward: whether, and to how many ranks if not to all.
+        mesh: the ranks to shard and replicate over; ``dp_mesh_dims`` has been applied.
+        reshard_after_forward: whether to reshard, and to how many ranks if not to all.
         shard_placement_fn: as it was passed.
-        mp_policy: ours, also where torch's was passed.
-        offload_policy: the same.
-        ignored_params: those below the module.
+        mp_policy: a policy of this package, also where torch's was passed.
+        offload_policy: a policy of this package, also where torch's was passed.
+        ignored_params: the ignored parameters that lie below the module.
         strategy: as it was passed.
-        grouping: of a model that `auto_shard` was called on: how it chose groups, its arguments by name. No argument of
-            `fully_shard`.
+        grouping: for a model that `auto_shard` was called on, the arguments by which it chose groups, by name.
+            `fully_shard` has no such argument.
     """
 
     mesh: DataParallelMesh
@@ -128,11 +128,13 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Round:
-    """Which modules of a list, which share a unit, are to be called before it is resharded: in forward or recomputes.
+    """Which modules of a list are still to be called before the unit that they share is resharded.
+
+    A round begins with the first call of a member, in a forward or in a recompute, and ends when all were called.
 
     Attributes:
         members: the list; empty for a module alone.
-        to_run: empty between rounds, and for a module alone.
+        to_run: the members to be called yet; empty between rounds, and for a module alone.
     """
 
     __slots__ = ("_recomputes", "members", "to_run")
@@ -145,7 +147,7 @@ class Round:
     def begins_with(self, module: nn.Module, recompute: bool) -> bool:
         """Whether this call is the first of a round."""
         if recompute is not self._recomputes:
-            self.to_run.clear()  # some may never have been recomputed
+            self.to_run.clear()  # what is left of the other kind is not called any more: not all need a recompute
             self._recomputes = recompute
         begins = module not in self.to_run
         if begins:
@@ -174,7 +176,7 @@ def refuse_own_name(module: nn.Module, name: str) -> NoReturn:
 
 
 def forget_state(state: FSDPState) -> None:
-    """Take ``state``, and all that it has hung on them, off its modules."""
+    """Take ``state`` and its hooks off its modules."""
     state.module_hooks.detach()
     for module in state.modules:
         del module.__dict__[STATE]
@@ -198,32 +200,33 @@ _RANGES = {
     "_gather": "pre_backward",
     "_end": "post_backward",
 }
-"""What profilers show of these methods: ``FSDP::pre_forward (fqn)``, as of torch's."""
+"""The names by which profilers show these methods, as torch's FSDP does: ``FSDP::pre_forward (fqn)``."""
 
 
 class FSDPState:
     """The hooks of one module, or of a list of modules that share their groups.
 
     Attributes:
-        modules: those that `fully_shard` was called on.
-        class_name: of the first of them, as the user calls it.
-        unit: their groups, one per mesh; empty if they have no parameters of their own.
-        mesh: of the modules; a parameter may have been given another.
-        policy: for what forward takes and returns.
-        root: set at lazy initialization; of several, the last to claim it; ``roots``: all of these.
-        own_root: the root that its own module is.
-        settings: of the root, if it is one or becomes one.
-        reshard_after_forward: as the user said; None: everywhere but at the root.
+        modules: the modules that `fully_shard` was called on.
+        class_name: the class of the first of them, without ``FSDP`` before it.
+        unit: the groups of this call, one per mesh; empty if the modules have no parameters of their own.
+        mesh: the mesh of the call; ``shard_placement_fn`` may have given parameters another one.
+        policy: the dtypes of what forward takes and returns.
+        root: the root that this state runs below, the last one to claim it; None before lazy initialization.
+        roots: all roots that it lies below.
+        own_root: the root that its own module is; None if it is none.
+        reshard_after_forward: what the user has set; None: reshard, unless this is the root.
         reshard_after_backward: whether the end of its backward frees its unsharded parameters; None: if it reduces.
-        forward_prefetch: what is gathered after this module in forward; None: what is expected to come.
-        backward_prefetch: the same in backward.
+        forward_prefetch: the units to gather ahead in this module's forward; None: those that are expected to come.
+        backward_prefetch: the units to gather ahead in this module's backward; None: those that are expected to come.
         arguments: the arguments of the call.
-        module_hooks: what hangs on the modules.
-        graph_hooks: takes the place of the hooks in a graph, for as long as a compiled call lasts.
-        prepared_hooks: what did so in the last compiled call.
-        is_captured: whether graphs may hold what the hooks do.
-        own: those of the unit that no other state shares.
-        calls: of its modules, or their methods, that have begun and not ended: one may be inside of another.
+        module_hooks: the other hooks that hang on the modules.
+        graph_hooks: takes the place of the hooks inside of a graph while a compiled call is under way.
+        prepared_hooks: the ``graph_hooks`` of the last compiled call.
+        is_captured: whether torch.compile may take what the hooks do into its graph.
+        own: the groups of the unit that no other state uses.
+        shared: the groups of the unit that other states use as well, by tied weights.
+        calls: how many calls of its modules, or of their methods, are under way: one may be inside of another.
     """
 
     def __init__(
@@ -250,7 +253,7 @@ class FSDPState:
         arguments: ShardArguments,
         ignored_params: frozenset[nn.Parameter],
     ) -> None:
-        """Set all attributes."""
+        """Set all attributes. A copy of a state begins here too, since its modules have the hooks already."""
         self.modules = tuple(modules)
         self.class_name = type(modules[0]).__name__
         self.unit = unit
@@ -279,29 +282,29 @@ class FSDPState:
         self.is_captured = True
         self.backward = ModuleBackward(self)
         self._replaced = Replaced()
-        self._replaced_in_calls: list[Replaced | None] = []  # of the calls under way
+        self._replaced_in_calls: list[Replaced | None] = []  # a stack: one entry for each call under way
         self.own = unit
         self.shared: Unit = ()
         for group in unit:
             group.sharers.append(self)
         self.round = Round(self.modules)
-        self._dispatch_modes = 0  # how many its last call began under
-        self.attributes_outside: dict[str, Any] = {}  # as they are after a block that sets others; for copies
+        self._dispatch_modes = 0  # how many dispatch modes were active when its last call began
+        self.attributes_outside: dict[str, Any] = {}  # what `inference()` sets back at its end, for copies made inside
         self.calls = 0
         self._structure = Structure(())
 
     @property
     def name(self) -> str:
-        """For messages: the group's name once the root is known, else the class of the (first) module."""
+        """The name for messages: the group's name once the root is known, else the class of the (first) module."""
         return self.unit[0].name if self.unit else self.class_name
 
     @property
     def states(self) -> tuple[FSDPState, ...]:
-        """Those of all sharded modules below, if its own module is a root."""
+        """The states of all sharded modules below, if its own module is a root; else ()."""
         return () if self.own_root is None else self.own_root.states  # type: ignore[return-value]
 
     def on_real_parameters(self, action: Callable[..., None], *args: Any) -> None:
-        """Run ``action``, although functorch may be transforming the forward around it; profilers show its range."""
+        """Run ``action`` outside of functorch's transforms; if a profiler runs, it shows the action as a range."""
         if _torch.profiler._is_profiler_enabled:
             action = self._shown(action)
         if _torch.functorch_is_active():
@@ -323,7 +326,7 @@ class FSDPState:
     # -- lazy initialization
 
     def ensure_root(self) -> FSDPRoot:
-        """The root this state belongs to; on first use, makes this state's module the root. Collective then.
+        """The root that this state belongs to. On first use this state's module becomes the root, which is collective.
 
         Raises:
             FSDPRuntimeError: another root is using a module below, a parameter is not ready, was added or replaced, or
@@ -343,8 +346,11 @@ class FSDPState:
                 names.setdefault(state, name)
         states = tuple(names)
         groups = list(dict.fromkeys(group for state in states for group in state.unit))
-        # Sharers that are not below too: a reduction must be waited for by whichever root has ended.
+        # States that share tied weights count too, if they are not below: their roots must use the same communication
+        # context, so that whichever root ends a backward waits for all reductions of a shared group.
         related = names | {sharer: sharer.name for group in groups for sharer in group.sharers if sharer not in names}
+        # These refusals come before anything has changed. Later ones name groups and parameters as they are called
+        # below this root, so the groups are renamed before.
         refuse_busy(self.class_name, related, None)
         self._refuse_other_settings(names)
         shared = self._comm_ctx
@@ -353,7 +359,7 @@ class FSDPState:
         for state, name in names.items():
             for group in state.unit:
                 if group.sharers[0] is not state and group.sharers[0] in names:
-                    continue  # it is called as its owner calls it
+                    continue  # tied weights keep the name that the first state gives them
                 group.rename(name or self.class_name, paths)
         self._refuse_unowned()
         refuse_meta(self.modules, self.class_name)
@@ -362,6 +368,8 @@ class FSDPState:
         for group in groups:
             if not group.is_prepared or group.comm is not shared.comm:
                 group.prepare(shared.comm)
+        # Ranks compare plans, so groups are prepared before; and agree on this root's number, which then goes into the
+        # labels of all exchanges.
         settings = settings_of(states, groups, self.root_settings)
         refuse_disagreement(self.class_name, groups, self.mesh, settings, self._number)
         for group in groups:
@@ -377,7 +385,7 @@ class FSDPState:
         claim(root, states)
 
     def _reclaim(self, root: FSDPRoot) -> None:
-        """Claim the states that another root has claimed."""
+        """Claim back the states that other roots have claimed since this root last ran."""
         lost = {state: state.name for state in root.states if state.root is not root}
         refuse_busy(self.class_name, lost, root)
         share_context(self._comm_ctx, roots_of(lost))
@@ -385,7 +393,7 @@ class FSDPState:
 
     @property
     def _comm_ctx(self) -> SharedComm:
-        """What roots that share a communication context have in common (torch's pipelining compares it)."""
+        """The holder of the communication context, common to roots that share one. (torch's pipelining compares it.)"""
         if self.root is not None:
             return self.root.shared_comm
         if self.shared_comm is None:
@@ -393,12 +401,12 @@ class FSDPState:
         return self.shared_comm
 
     def compute_through(self, comm: FSDPCommContext) -> None:
-        """Let the root that this may become reach its device through ``comm``, in the place of what it would make."""
+        """Let the root that this state may become use ``comm``, instead of making a communication context."""
         self._comm_ctx.comm = comm
 
     @property
     def root_settings(self) -> RootSettings:
-        """What was set here that counts if this is the root."""
+        """The settings of the root that its own module is, or will have if it becomes one."""
         return self._root_settings if self.own_root is None else self.own_root.settings
 
     def configure_root(self, **changes: Any) -> None:
@@ -429,14 +437,14 @@ class FSDPState:
         return self._structure.has_changed()
 
     def refuse_changed_structure(self) -> None:
-        """Refuse what `_refuse_unowned` refuses, if modules or parameters were added or removed below since."""
+        """Look for parameters that no group owns once more, if modules or parameters were added or removed since."""
         if self._structure.has_changed():
             self._refuse_unowned()
 
     def quiesce(self, *, frees: bool = True) -> None:
-        """Bring the parameters to rest, sharded, before the user's code looks at them or replaces them.
+        """Reshard the parameters before the user's code looks at them or replaces them.
 
-        Not ``frees``: unsharded ones keep their values for a backward that would not be noticed in time.
+        Not ``frees``: values that a graph still reads stay in memory, see `FSDPParamGroup.rest_in_place`.
         """
         if self.root is not None:
             recover_if_failed(self.root)
@@ -447,12 +455,12 @@ class FSDPState:
             group.quiesce(frees=frees)
 
     def adopt_replaced(self) -> None:
-        """Take over parameters that were replaced."""
+        """Take over parameters that the user has replaced in the modules."""
         for group in self.unit:
             group.adopt_replaced()
 
     def take_over(self) -> None:
-        """End the roots that submodules became by running before this module, and what they have begun."""
+        """End the roots that submodules became by running before this module, and drop their iterations."""
         for state in states_below_all(self.modules):
             if state.root is not None:
                 reset(state.root)
@@ -475,14 +483,18 @@ class FSDPState:
             return self.graph_hooks.pre_forward(module, args, kwargs)  # type: ignore[no-any-return]
         self._dispatch_modes = modes = _torch.count_dispatch_modes()
         if modes and _torch.is_checkpointed_selectively():
+            # Selective checkpointing would take our operators for the model's: keep their results, and not run them in
+            # the recompute. So this runs once more, without its modes.
             changed = _torch.outside_selective_checkpoints(self.pre_forward, module, args, kwargs, method)
-            self._dispatch_modes = modes  # as the end of the call finds them
+            self._dispatch_modes = modes  # `post_forward` runs under them again
             return changed  # type: ignore[no-any-return]
         if self.graph_hooks is not UNTRACED:
             self.graph_hooks.called_eagerly(self.name)
         root = self.ensure_root()
-        # (One without gradients in the backward of another model is a forward like any other.)
+        # A forward inside of a backward is a recompute, as activation checkpointing runs it. (Without gradients, in the
+        # backward of another model, it is a forward like any other.)
         recompute = _torch.current_backward() != -1 and (torch.is_grad_enabled() or root.iteration.in_backward)
+        # The module's backward may have begun before: then it has gathered, and its end is awaited already.
         is_watched = recompute and self.backward.stage is Stage.RUNNING and self.is_unsharded()
         if not is_watched:
             self.on_real_parameters(self._gather_for_recompute if recompute else self._gather_for_forward, root)
@@ -492,7 +504,9 @@ class FSDPState:
         if self.policy.inputs is not None and not self.in_full_precision:
             args, kwargs = inputs or (args, kwargs)
             inputs = cast_inputs(self.policy.inputs, method or module.forward, args, kwargs, self._replaced)
-        is_outermost = not is_watched and self.calls <= 1  # no method of the module is around this call
+        # Inputs are watched once: not by a forward that a method of the module calls, which has watched its own, nor by
+        # the later modules of a list.
+        is_outermost = not is_watched and self.calls <= 1
         begins = is_outermost and (not self.round.members or self.round.begins_with(module, recompute))
         if begins and self.unit and torch.is_grad_enabled():
             args, kwargs = inputs or (args, kwargs)
@@ -502,28 +516,28 @@ class FSDPState:
         return inputs
 
     def on_device(self, args: tuple[Any, ...], kwargs: dict[str, Any], replaced: Replaced) -> Inputs | None:
-        """The inputs of the root, where its parameters are; None if they stay."""
+        """The inputs of the root, moved to the device of its parameters; None if they stay."""
         device = self.mesh.device
         if not self.is_root or device.type == "cpu":
             return None
         return map_inputs(lambda tensor: moved_to(device, tensor), args, kwargs, replaced)
 
     def _keep_replaced(self) -> None:
-        """What was put into the caller's containers is taken out when the call is over."""
+        """Push what this call has put into the caller's containers, to be taken out when the call is over."""
         if self._replaced.containers or self._replaced.casts:
             self._replaced_in_calls.append(self._replaced)
             self._replaced = Replaced()
-        else:  # there are some of a call around this one
+        else:  # a call around this one has replaced something, and this one pops its own entry
             self._replaced_in_calls.append(None)
 
     def _restore_inputs(self) -> None:
-        """The call is over: the caller's containers hold again what they held, but for what was written."""
+        """The call is over: give the caller's containers back what they held, except where the module has written."""
         replaced = self._replaced_in_calls.pop()
         if replaced is not None:
             replaced.take_out()
 
     def is_unsharded(self) -> bool:
-        """Whether its parameters are there to compute with."""
+        """Whether the parameters of its unit are unsharded."""
         return all(group.phase is ParamPhase.UNSHARDED for group in self.unit)
 
     def _gather_for_recompute(self, root: FSDPRoot) -> None:
@@ -542,9 +556,10 @@ class FSDPState:
                     self._reclaim(root)
                 root.begin_forward()
                 self.refuse_changed_structure()
-        elif not root.iteration.in_forward:
+        elif not root.iteration.in_forward:  # a submodule is called by itself
             root.join()
         if self.unit:
+            # Outside of the root's forward there is no order to follow or to learn.
             if root.iteration.in_forward:
                 root.schedule.enter_forward(self)
             else:
@@ -553,7 +568,7 @@ class FSDPState:
                 group.users.add(self)
 
     def join_step(self) -> None:
-        """This rank has nothing to run, and goes through a step for the others' sake. Collective.
+        """This rank runs nothing in this step, and takes part in the collectives of the others. Collective.
 
         Raises:
             FSDPRuntimeError: this is no root, or ``set_divergence("join")`` was not called.
@@ -568,9 +583,9 @@ class FSDPState:
         root.join_step()
 
     def _shows_parameters(self, outputs: Iterable[torch.Tensor]) -> bool:
-        """Whether ``outputs`` are parameters, or views of them: it then stays unsharded until the backward is over.
+        """Whether one of ``outputs`` is a parameter or a view of one. The caller reads it, so the unit stays unsharded.
 
-        (Or, without gradients, until the next call.)
+        It is resharded when the backward is over or, without gradients, after the next call.
         """
         for tensor in outputs:
             for group in self.unit:
@@ -584,11 +599,11 @@ class FSDPState:
         self.leave_as_set(self.unit)
 
     def reshards_as_set(self) -> bool:
-        """Whether the end of a forward, or of a gather in vain in its place, frees the unsharded parameters."""
+        """Whether the unit is resharded at the end of a forward, or of a gather that stands for one (see `JOINING`)."""
         return not self.round.to_run and self._reshards_now()
 
     def leave_as_set(self, unit: Unit) -> None:
-        """Free the unsharded parameters of ``unit``, some of its groups, or do not, as the end of a forward does."""
+        """Reshard ``unit``, some of its groups, if the settings say that a forward ends resharded."""
         if self.reshards_as_set():
             for group in unit:
                 if not group.users:
@@ -606,6 +621,7 @@ class FSDPState:
         root = self.root
         assert root is not None, "a forward that ends has begun"
         recompute = _torch.current_backward() != -1 and (torch.is_grad_enabled() or root.iteration.in_backward)
+        # A recompute within this module's own backward, which is under way, leaves the parameters to that.
         if not recompute or self.backward.stage is not Stage.RUNNING:
             self.on_real_parameters(self._leave_forward, root, module, output, recompute)
         if self._replaced_in_calls:
@@ -621,11 +637,14 @@ class FSDPState:
         hidden: Unit = ()
         if awaits_backward:
             is_seen = self.backward.await_beginning(module, outputs, output, recompute)
-            if not is_seen or makes_tangents:  # whose graphs lead to no output
+            # No output may have a hook that notices the backward: none was found, or forward-mode AD has made graphs
+            # that lead to tangents instead. The unsharded parameters are watched in their place.
+            if not is_seen or makes_tangents:
                 hidden = tuple(group for group in self.unit if group.is_in_graph())
                 root.watched.lend(hidden)
         self.round.to_run.discard(module)
-        computes = self.calls > 1  # a call around this one, as of a method that calls the module
+        # A method of the module that has called its forward goes on to compute with the parameters.
+        computes = self.calls > 1
         for group in self.shared if not computes else ():
             group.users.discard(self)
         reshards = not self.round.to_run and not computes and self.unit and self._reshards_now()
@@ -634,6 +653,7 @@ class FSDPState:
             root.schedule.note_stays(self)
         if reshards and not shows:
             if recompute:
+                # Its backward follows if no other unit is recomputed first: resharding would only mean another gather.
                 root.schedule.keep_for_backward(self.unit)
             else:
                 for group in self.unit:
@@ -641,14 +661,14 @@ class FSDPState:
                         group.reshard_after_forward(awaits_backward)
         if self.is_root and not recompute and root.iteration.in_forward:
             root.end_forward()
-            if makes_tangents:  # nothing says whether a backward comes
+            if makes_tangents:  # nothing tells whether a backward comes, which would reshard the root's own
                 for group in root.groups:
                     group.reshard()
 
     def _reshards_now(self) -> bool:
         """Whether the end of this forward frees the unsharded parameters.
 
-        By default the root's are kept for the backward, which needs them first; not if none can come.
+        By default the root keeps its own, which the backward needs first; without gradients none can come.
         """
         if self.root is not None and self.root.watched.holds_graph:
             return False
@@ -657,18 +677,18 @@ class FSDPState:
         return self.reshard_after_forward
 
     def forward_failed(self, module: nn.Module) -> None:
-        """An exception leaves the forward of ``module``, (one of) this state's.
+        """An exception leaves the forward of ``module``, which is (one of) this state's.
 
-        Its parameters rest as they do on ranks where the forward went on: what is gathered next must be the same there.
+        The parameters are left as on ranks where the forward went on, so that all ranks gather the same next.
         """
-        if self._replaced.containers or self._replaced.casts:  # it came before the forward began
+        if self._replaced.containers or self._replaced.casts:  # the exception came inside of `pre_forward`
             self._replaced.take_out()
             self._replaced = Replaced()
         elif self._replaced_in_calls:
             self._restore_inputs()
         root = self.root
         if root is None or _torch.backward_is_running():
-            return  # not initialized; or a recompute, whose early stop is an exception too
+            return  # not initialized; or a recompute: checkpointing stops it early, by an exception
         if self.is_root or not root.iteration.in_forward:
             root.iteration.failed = True
             if PLACE.tells:
@@ -676,17 +696,18 @@ class FSDPState:
             root.comm.let_host_write_shards()
         self.round.to_run.discard(module)
         if self.calls > 1:
-            return  # a call around this one, which goes on or fails as well
+            return  # the call around this one goes on, or fails as well
         for group in self.shared:
             group.users.discard(self)
         if not self.round.to_run:
             self.leave_as_set(self.unit)
 
     def refuse_other_precision(self) -> None:
-        """Refuse to change the dtype that its parameters are gathered in, if something depends on the one of now.
+        """Refuse to change the dtype that its parameters are gathered in while something depends on it.
 
         Raises:
-            FSDPRuntimeError: it does.
+            FSDPRuntimeError: a pass is running, other parameters are registered (`Loan`), or gradients wait for their
+                reduction.
         """
         if self.root is not None:
             recover_if_failed(self.root)
@@ -703,23 +724,23 @@ class FSDPState:
     # -- between iterations
 
     def forget_root(self) -> None:
-        """The root that its own module is, is to be none any more."""
+        """End the root that its own module is. Its settings are kept here, for a root that this may become again."""
         if self.own_root is not None:
             self._root_settings, self.shared_comm = self.own_root.settings, self.own_root.shared_comm
             self.post_optim_event = self.own_root.post_optim_event
             release(self.own_root, self.own_root.states)
 
     def drop_iteration(self) -> None:
-        """The iteration has failed."""
+        """The iteration has failed: forget the backward and the round that were under way."""
         self.backward.stage = Stage.NONE
         self.round.to_run.clear()
 
 
 def offer(name: str, read: Callable[[FSDPState], Any], write: Callable[[FSDPState, Any], None] | None) -> None:
-    """Let states have an attribute ``name`` for programs that ask for it; the engine does not.
+    """Give states an attribute ``name``, which programs read and the engine does not.
 
-    A property of the class: with a ``__getattr__``, Python would look up every attribute of a state in a slower way.
-    ``write`` is called where a program sets it; without, Python refuses.
+    It is a property of the class: with a ``__getattr__``, Python would look up every attribute of a state more slowly.
+    ``write`` is called when a program sets it; without ``write``, Python refuses.
     """
     assert not hasattr(FSDPState, name), f"FSDPState has '{name}' of its own"
     setattr(FSDPState, name, property(read, write))

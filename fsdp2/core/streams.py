@@ -1,15 +1,15 @@
-"""`FSDPCommContext`: streams, events, and what is in flight. One per root and all its groups, or for several roots.
+"""`FSDPCommContext`: streams, events, and what is in flight. A root and all its groups have one; roots may share one.
 
-Reaches the device through the `Device` protocol only, so that a recording fake can run whole training steps on CPU
+It reaches the device through the `Device` protocol only, so that a recording fake can run whole training steps on CPU
 and check the order of everything.
 
 [Note: streams and lifetimes]
 Compute runs on the caller's current stream, all-gathers on one stream of their own, reduce-scatters on another,
 all-reduces over replicas on a third. Memory belongs to the stream that was current when it was allocated: freeing it
 lets that stream (only) reuse it at once. Hence every wait in `Wait`, each of which closes exactly one race. There is no
-``record_stream``. The host waits for memory of its own only: offloaded gradients that it reads, offloaded shards before
-the user's code may write them, and at the end of a backward in which parameters had no gradient on this rank, which of
-them has one on another.
+``record_stream``. The host waits only for what it reads or lets others write: offloaded gradients; offloaded shards,
+before the user's code may write them; and, where parameters had no gradient on this rank in a backward, the reduced
+grad mask, which says whether another rank had one.
 
 * The unsharded and staging buffers belong to the all-gather stream, which also copies out of the staging buffer.
   Compute waits for GATHERED before it reads; the all-gather stream waits for READ before the memory is freed. As the
@@ -18,8 +18,8 @@ them has one on another.
 * What a reduction sends and receives belongs to compute, as gradients do, so that one pool serves all of it. It is
   allocated before GRADIENTS_READY is recorded. The reduce-scatter stream waits for that, packs and reduces. Compute
   waits for PACKED before the next backward takes the memory of gradients that were packed, and for REDUCED before it
-  reads what arrived, or reuses the rest. With replicas the all-reduce stream takes over: it waits for REDUCE_SCATTERED,
-  and compute waits for it: one reduction later, so that both streams are at work.
+  reads what arrived, or reuses the rest. With replicas the all-reduce stream takes over: it waits for REDUCE_SCATTERED.
+  Compute waits for the all-reduce one reduction later, so that both streams are at work.
 
 On CPU there are no streams: collectives are asynchronous works, and waiting blocks the host.
 """
@@ -92,31 +92,31 @@ _NOTHING = nullcontext()
 
 
 class HostDevice:
-    """CPU: works instead of streams."""
+    """The CPU: it has no streams, so collectives are asynchronous works, which the host waits for."""
 
     has_streams = False
 
     def new_stream(self) -> None:
-        """There is none."""
+        """Return None: a CPU has no streams."""
 
     def current_stream(self) -> None:
-        """There is none."""
+        """Return None: a CPU has no streams."""
 
     def use(self, stream: None) -> AbstractContextManager[None]:
-        """Nothing to switch."""
+        """Do nothing: there is no stream to switch to."""
         return _NOTHING
 
     def record(self, stream: None) -> None:
-        """Nothing to record."""
+        """Return None: what was issued before has run, or is a work."""
 
     def wait(self, stream: None, event: None, why: Wait) -> None:
-        """Nothing to wait for: works are waited for on the host."""
+        """Do nothing: works are waited for on the host."""
 
     def block_host(self, event: None) -> None:
-        """Nothing to wait for."""
+        """Do nothing: works are waited for where they are kept."""
 
     def is_capturing(self) -> bool:
-        """It cannot."""
+        """Return False: a CPU records no graphs."""
         return False
 
 
@@ -154,10 +154,11 @@ class StreamDevice:
         event.synchronize()
 
     def is_capturing(self) -> bool:
-        """Whether the current stream of the device, which need not be the current one, records a graph."""
+        """Whether this device's current stream records a graph. Another device may be torch's current one."""
         asks = getattr(self._module, "is_current_stream_capturing", None)
         if asks is None:
             return False
+        # torch answers for its current device. Switching to ours costs calls, so it is done only where they differ.
         if self._device.index in (None, self._module.current_device()):
             return bool(asks())
         with self._module.device(self._device):
@@ -165,13 +166,20 @@ class StreamDevice:
 
 
 def device_for(device: torch.device) -> Device:
-    """How the engine talks to ``device``."""
+    """The `Device` through which the engine uses ``device``."""
     return HostDevice() if device.type == "cpu" else StreamDevice(device)
 
 
 @dataclass(slots=True)
 class CommHandle:
-    """Communication under way: asynchronous works (CPU) or an event on its stream (devices with streams)."""
+    """Communication under way: asynchronous works (CPU), or an event on the stream that it was issued to.
+
+    Attributes:
+        works: asynchronous collectives. With streams there are some only if the user gathers on the current stream.
+        event: recorded behind the communication; None where there are works instead.
+        label: what is exchanged, for messages and for the watchdog.
+        is_lost: a collective of torch's own has failed, so that no work of its process group will end.
+    """
 
     works: list[dist.Work]
     event: Any = None
@@ -179,13 +187,15 @@ class CommHandle:
     is_lost: bool = False
 
     def wait_for_works(self) -> None:
-        """Block the host until the works are done; on devices with streams there are none."""
+        """Wait for the works, if there are any: this blocks the host on CPU, else the current stream."""
         if self.works:
             PLACE.waiting = self
             try:
                 for work in self.works:
                     work.wait()
             except Exception:
+                # Works of our own transports say which of them failed. Where none does, a collective of torch's own
+                # failed: it cannot be told which, and its process group cannot be used any more.
                 self.is_lost = not any([getattr(work, "has_failed", False) for work in self.works])
                 raise_if_stopped()
                 raise
@@ -193,11 +203,11 @@ class CommHandle:
                 PLACE.waiting = None
 
     def leave_failed_works(self) -> bool:
-        """Wait no more for works that have failed before; whether there are any.
+        """Forget works that have failed, so that nobody waits for them again. Returns whether there were any.
 
-        What such a work was to bring is lost, and something may yet arrive where it was to be.
+        Their data is lost, and peers may still write into their buffers later.
         """
-        if self.is_lost:  # a collective of torch's own, and the process group with it
+        if self.is_lost:  # see `wait_for_works`
             self.works = []
             return True
         if not any([getattr(work, "has_failed", False) for work in self.works]):
@@ -207,7 +217,7 @@ class CommHandle:
 
 
 class Stage(enum.Enum):
-    """Where a reduction has come to, and so what must be waited for before it goes on."""
+    """How far a reduction has come, which decides what must be waited for before it goes on."""
 
     LAUNCHED = "collectives were launched, and others follow"
     LAST_LAUNCHED = "the last collectives were launched"
@@ -215,44 +225,46 @@ class Stage(enum.Enum):
 
 
 class Held(Protocol):
-    """What was handed to a collective."""
+    """Memory that was handed to a collective."""
 
     def leave(self) -> None:
-        """Neither free nor use again where a collective may write that nothing can wait for."""
+        """Neither free nor reuse the memory: a collective may still write there, and nothing can wait for it."""
 
     def release_gradients(self) -> None:
-        """Let go of the gradients that were packed."""
+        """Drop the references to unsharded gradients that have been packed."""
 
     def release_inputs(self) -> None:
-        """Let go of what was sent: it has been reduced."""
+        """Drop the references to the inputs of the reduce-scatter, which is done."""
 
 
 class Lasting(Protocol):
-    """What lies on memory that a captured graph writes."""
+    """A buffer that a captured graph writes in every replay."""
 
     def is_free(self) -> bool:
-        """Whether nobody else holds any of it."""
+        """Whether the program holds no view of it."""
 
 
 class PendingReduce(CommHandle):
     """A gradient reduction in flight, and everything that must live until compute has waited for it.
 
-    It is kept from before its first collective is launched: whatever exception comes between a launch and the next
-    statement, the memory that was handed over is still held.
+    It is put into the queue before its first collective is launched: whatever exception comes between a launch and the
+    next statement, the memory that was handed over is still held.
 
     Attributes:
         held: what was handed to collectives.
-        steps: the reduction itself, which stops after each `Stage`. Streams keep the order of what is issued, so that
-            there it runs up to `Stage.DONE` at once; without streams the host waits after each.
-        stage: where it has come to.
-        needs_host: the gradients were copied to host memory: whether the host needs their values to deliver them (to
-            add them up, or for hooks). If not, it waits once, after the last reduction. None: they stay on the device.
+        steps: the reduction itself, a generator that stops after each `Stage`. Streams keep the order of what is
+            issued, so that there it runs up to `Stage.DONE` at once; without streams the host waits after each stage.
+        stage: the last one that it has come to.
+        needs_host: tells, for gradients that are copied to host memory, whether the host needs their values to deliver
+            them (to add them up, or for hooks). If not, the host waits once, after the last reduction. None: gradients
+            stay on the device.
         is_launching: collectives are being launched; after an exception there, one may run that nothing can wait for.
-        compute_stream: where the backward ran, to which all belongs that is held.
-        packed: an event behind the packing, until gradients were let go of that are packed. What travels alone stays.
-        scattered: an event behind the reduce-scatter, if something follows that on another stream. What was sent may be
-            let go of then, while the rest goes on.
-        owner: whose gradients they are, see `drop_reduces`.
+        compute_stream: the stream that the backward ran on, to which all held memory belongs.
+        packed: an event behind the packing; None once the packed gradients were released. Gradients that are sent
+            without packing are held on.
+        scattered: an event behind the reduce-scatter, if another stream goes on with the reduction. The inputs of the
+            reduce-scatter can be released behind it.
+        owner: the reducer whose gradients these are; `drop_reduces` selects by it.
     """
 
     __slots__ = (
@@ -283,38 +295,38 @@ class PendingReduce(CommHandle):
                 self.stage = next(self.steps)
 
     def deliver(self) -> None:
-        """Go on to the end: nothing must be waited for any more."""
+        """Run to the end, which sets the gradients. All communication has been waited for."""
         with _torch.without_grad():
             for _ in self.steps:
                 pass
 
     def abandon(self) -> None:
-        """Go no further; what was handed over is still held."""
+        """End the reduction here. What was handed to collectives is still held."""
         self.steps = iter(())  # the frame of the other steps refers to this, so they would live on
 
 
-POOL: Port[Callable[[], Arena]] = Port(missing("memory.memory_pool"))
-"""Makes what keeps memory from use to use."""
+POOL: Port[Callable[[], Arena]] = Port(missing("memory_pool"))
+"""Makes an `Arena` that keeps memory from use to use, instead of returning it to torch's allocator."""
 
 
 class FSDPCommContext:
     """The streams of one root and the reductions in flight on them. Several roots may share one.
 
     Attributes:
-        post_optim_event: behind the optimizer's step, if the user has said so; nothing has waited for it yet.
+        post_optim_event: an event behind the optimizer's step, which the user has set and nothing has waited for yet.
         max_pending_reduces: how many reductions may be in flight while the next backward computes; each holds the
             unsharded gradients of its group.
-        gather_arena: of what belongs to the all-gather stream.
-        reduce_arena: of what belongs to the reduce-scatter stream. Without streams there is one for both.
+        gather_arena: gives memory to all-gathers.
+        reduce_arena: gives memory to reductions. Without streams it is the same arena.
         was_interrupted: an exception came while a reduction was being launched.
         was_captured: a forward was captured in a graph.
-        held_for_graphs: what lies on memory that a captured graph writes, whoever else lets go of it.
+        held_for_graphs: buffers that a captured graph writes, kept alive whoever else drops them.
         has_failed: a reduction has failed while it was waited for.
     """
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self._compute_stream = device.current_stream()  # of the last forward
+        self._compute_stream = device.current_stream()  # the current stream of the last forward
         self.all_gather_stream = device.new_stream()
         self.reduce_scatter_stream = device.new_stream()
         self.all_reduce_stream = device.new_stream()
@@ -322,17 +334,19 @@ class FSDPCommContext:
         self.max_pending_reduces = 1
         self.gather_arena = self.reduce_arena = ALLOCATOR
         self.held_for_graphs: list[Lasting] = []
+        # A reduction waits in the first queue, and goes on to the second when its reduce-scatter is done and an
+        # all-reduce follows. All that is in the second is older than all that is in the first.
         self._pending: deque[PendingReduce] = deque()
         self._all_reducing: deque[PendingReduce] = deque()
         self.was_interrupted = self.was_captured = self.has_failed = self._holds_pools = False
-        self._interrupted: list[PendingReduce] = []  # what they hold may be in use for ever
-        self._to_host: list[Any] = []
-        self._host_reads: list[Any] = []
-        self._late: deque[tuple[Any, object, Callable[[], None]]] = deque()
-        self._unfinished: object = None
+        self._interrupted: list[PendingReduce] = []  # kept for ever: collectives may still use what they hold
+        self._to_host: list[Any] = []  # events behind copies of gradients to the host
+        self._host_reads: list[Any] = []  # events behind copies from offloaded shards
+        self._late: deque[tuple[Any, object, Callable[[], None]]] = deque()  # see `call_when_on_host`
+        self._unfinished: object = None  # see `begin_handle`
 
     def pool_memory(self, enable: bool) -> None:
-        """Whether memory for communication is kept from use to use. Buffers that are in use stay as they are."""
+        """Set whether memory for communication is kept from use to use. Buffers that are in use stay as they are."""
         if enable is (self.gather_arena is not ALLOCATOR):
             return
         self.refuse_to_drop_pools()
@@ -342,7 +356,7 @@ class FSDPCommContext:
         self.reduce_arena = POOL.filling() if enable and self.device.has_streams else self.gather_arena
 
     def refuse_to_drop_pools(self) -> None:
-        """Refuse to give memory back whose addresses a graph has.
+        """Refuse to give back memory whose addresses a captured graph has recorded.
 
         Raises:
             FSDPRuntimeError: one was captured while memory was kept.
@@ -355,7 +369,7 @@ class FSDPCommContext:
             )
 
     def begin_forward(self) -> None:
-        """A forward begins. If it is captured, the addresses of memory that is kept lie in a graph from then on."""
+        """A forward begins. If it is captured, a graph holds the addresses of pooled memory from then on."""
         self._compute_stream = self.device.current_stream()
         if self.device.is_capturing():
             self.was_captured = True
@@ -364,10 +378,10 @@ class FSDPCommContext:
                 arena.hold()
 
     def end_step(self) -> None:
-        """A step that reduced gradients is over: keep of the pools what such steps need.
+        """A step that reduced gradients is over: trim the pools to what such a step needs.
 
-        While a graph is captured everything stays, for ever; and the all-gather stream, the only one that nothing waits
-        for at the end of a backward, leaves the capture.
+        During a capture the pools keep everything. Instead, compute waits for the all-gather stream: a capture must end
+        with all of its streams joined, and this is the only one that nothing else waits for at the end of a backward.
         """
         if self.device.is_capturing():
             self.compute_follows_gathers()
@@ -378,11 +392,11 @@ class FSDPCommContext:
             arena.trim()
 
     def pooled_storages(self) -> list[torch.UntypedStorage]:
-        """The memory that is kept for later uses at the moment."""
+        """The storages of the pools that no buffer uses at the moment."""
         return [storage for arena in self._arenas() for storage in arena.idle_storages()]
 
     def is_held_elsewhere(self) -> bool:
-        """Whether somebody holds memory that a captured graph may write, and no buffer in use has any more."""
+        """Whether the program holds a tensor on memory that a captured graph may write."""
         return any(not each.is_free() for each in self.held_for_graphs) or any(
             arena.is_held_elsewhere() for arena in self._arenas()
         )
@@ -391,15 +405,15 @@ class FSDPCommContext:
         return {self.gather_arena, self.reduce_arena}
 
     def begin_handle(self, owner: object) -> None:
-        """``owner`` has begun what must be waited for before anything else on this context."""
+        """``owner`` has returned a handle for its reductions, to be waited for before another pass begins here."""
         self._unfinished = owner
 
     def end_handle(self) -> None:
-        """It was waited for."""
+        """The handle was waited for."""
         self._unfinished = None
 
     def is_unfinished(self, owner: object) -> bool:
-        """Whether what ``owner`` has begun is still to be waited for."""
+        """Whether the handle of ``owner`` is still to be waited for."""
         return self._unfinished is owner
 
     def refuse_unfinished_handle(self, what: str) -> None:
@@ -428,7 +442,7 @@ class FSDPCommContext:
         self._unfinished = None
 
     def may_be_read_elsewhere(self) -> bool:
-        """Whether the program may read gradients beside compute, to which their memory belongs: on another stream."""
+        """Whether the program may be reading gradients on another stream than compute, which owns their memory."""
         return self.post_optim_event is not None or self.device.current_stream() != self._compute_stream
 
     def gathers_follow(self, event: Any) -> None:
@@ -436,7 +450,7 @@ class FSDPCommContext:
         self.device.wait(self.all_gather_stream, event, Wait.PARAMETERS_WRITTEN)
 
     def compute_follows(self, event: Any) -> None:
-        """Let compute run after ``event`` too: it reads shards where they lie, and takes the memory of gradients."""
+        """Let compute run after ``event`` too: it reads shards in place, and reuses the memory of gradients."""
         self.device.wait(self.device.current_stream(), event, Wait.PARAMETERS_WRITTEN)
 
     def gathers_follow_compute(self) -> None:
@@ -451,12 +465,12 @@ class FSDPCommContext:
     def compute_follows_gathers(self) -> None:
         """Let compute free what an interrupted all-gather may still be reading or writing."""
         if self.device.is_capturing():
-            self.gathers_follow_readers()  # a graph waits only for streams that take part in it: now this one does
+            self.gathers_follow_readers()  # waiting for a stream outside of the capture is an error: bring it in
         event = self.device.record(self.all_gather_stream)
         self.device.wait(self.device.current_stream(), event, Wait.GATHERED)
 
     def gathers_follow_readers(self) -> None:
-        """Let the all-gather stream reuse unsharded memory that compute has read. Before that memory is freed."""
+        """Let the all-gather stream reuse unsharded memory that compute has read. Called before that is freed."""
         event = self.device.record(self.device.current_stream())
         self.device.wait(self.all_gather_stream, event, Wait.READ)
 
@@ -478,48 +492,47 @@ class FSDPCommContext:
             self.device.wait(self.device.current_stream(), self.device.record(stream), Wait.REDUCED)
 
     def all_reduces_follow(self, stream: Any) -> Any:
-        """Let the all-reduce ``stream`` see what the reduce-scatter stream has written so far: up to this event."""
+        """Let ``stream`` see what the reduce-scatter stream has written so far. Returns the event that it waits for."""
         event = self.device.record(self.reduce_scatter_stream)
         self.device.wait(stream, event, Wait.REDUCE_SCATTERED)
         return event
 
     def __del__(self) -> None:
-        """The groups go too: compute frees shards and gradients only after communication has read them.
-
-        On whatever thread collects it, which has a current stream of its own.
-        """
+        """Let compute wait for all communication: the groups go too, and their memory must not be reused before."""
         if self.device.has_streams and not sys.is_finalizing():
+            # The garbage collector runs this on any thread, each of which has a current stream of its own.
             with self.device.use(self._compute_stream):
                 self.compute_follows_reduces()
                 self.compute_follows_gathers()
-                for pending in (*self._all_reducing, *self._pending):  # may end on a stream of the user's
+                for pending in (*self._all_reducing, *self._pending):  # a hook may have moved them to its own stream
                     self._wait_for_reduce(pending)
 
     def give_up(self, pending: PendingReduce, hook_stream: Any) -> None:
-        """An exception came while ``pending`` was being launched. Compute frees what streams may still be reading.
+        """An exception came while ``pending`` was being launched: make it safe to free what it holds.
 
-        Where there are none, nothing can be waited for: what it holds stays until `drop_reduces`, and after.
+        Without streams there is nothing to wait for: what it holds is kept, also after `drop_reduces`.
         """
         if self.device.has_streams:
+            # Events on all streams of reductions cover whatever was issued, though it is not known how far that came.
             self._pending.remove(pending)
             self.compute_follows_reduces(hook_stream)
         else:
             self.was_interrupted = True
 
     def add_pending(self, pending: PendingReduce) -> None:
-        """Keep a reduction that is about to be issued."""
+        """Queue a reduction whose collectives are about to be launched."""
         self._pending.append(pending)
 
     def make_room(self) -> None:
-        """Wait, on streams, until one reduction more may hold unsharded gradients.
+        """Let compute wait until one more reduction may hold unsharded gradients. With streams only.
 
-        One whose reduce-scatter is done holds none, and one at a time goes on as such: the next reduce-scatter runs
-        beside its all-reduce.
+        A reduction whose reduce-scatter is done holds none. One such reduction at a time is left in flight, so that its
+        all-reduce runs beside the next reduce-scatter.
         """
         while len(self._pending) >= self.max_pending_reduces:
             self._finish_all_reduces()
             pending = self._pending[0]
-            if pending.scattered is None:
+            if pending.scattered is None:  # no other stream goes on with it: it is done
                 self._wait(pending)
                 self._pending.popleft().deliver()
             else:
@@ -527,6 +540,7 @@ class FSDPCommContext:
                 self._all_reducing.append(self._pending.popleft())
 
     def _wait_until_scattered(self, pending: PendingReduce) -> None:
+        # For this wait `event` stands for the reduce-scatter alone; then it is the end of the reduction again.
         last, pending.event = pending.event, pending.scattered
         self._wait_for_reduce(pending)
         pending.event, pending.scattered = last, None
@@ -534,10 +548,8 @@ class FSDPCommContext:
             each.release_inputs()
 
     def free_packed(self) -> None:
-        """Let compute, which goes on to other gradients, have the memory of those that are packed.
-
-        Not while the reduce-scatter stream is busy with an earlier reduction.
-        """
+        """Give compute back the memory of gradients that have been packed, before it makes the next ones."""
+        # Behind another reduction, the packing is reached only when that is done: compute would lose the overlap.
         if len(self._pending) == 1 and self._pending[0].packed is not None:
             (pending,) = self._pending
             self.device.wait(self.device.current_stream(), pending.packed, Wait.PACKED)
@@ -551,12 +563,13 @@ class FSDPCommContext:
         With replicas, one more may be in its second stage, the all-reduce, unless ``keep`` is 0.
         """
         if self.device.has_streams:
-            self._finish_all_reduces()  # which are older
+            self._finish_all_reduces()  # all of them are older than what is pending
         while len(self._pending) > keep:
             pending = self._pending[0]
             self._wait(pending)
             if pending.stage is Stage.LAUNCHED:  # without streams only
                 self._finish_all_reduces()
+                # Both are set before the launch: an exception inside of it must leave them set.
                 pending.is_launching = self.was_interrupted = True
                 self._all_reducing.append(self._pending.popleft())
                 pending.launch()
@@ -567,9 +580,9 @@ class FSDPCommContext:
             self._finish_all_reduces()
 
     def finish_reduces(self) -> None:
-        """Wait for all reductions and deliver their gradients; the host waits for what it must have of them."""
+        """Wait for all reductions and deliver their gradients. The host waits only for values that it needs itself."""
         if self.has_failed:
-            self.drop_reduces()  # their gradients are lost, and were told so
+            self.drop_reduces()  # their gradients are lost, as the exception of the wait that failed has said
         self.retire_reduces(0)
         if self._to_host:
             self._wait_on_host(self._to_host)
@@ -579,7 +592,7 @@ class FSDPCommContext:
             then()
 
     def call_when_on_host(self, event: Any, owner: object, then: Callable[[], None]) -> None:
-        """Let `finish_reduces` wait on the host for ``event``, and call ``then``, unless ``owner``'s are dropped."""
+        """Let `finish_reduces` block the host until ``event``, then call ``then``; not if ``owner``'s are dropped."""
         self._late.append((event, owner, then))
 
     def _wait_on_host(self, events: list[Any]) -> None:
@@ -588,11 +601,11 @@ class FSDPCommContext:
         events.clear()
 
     def host_writes_shards_after(self, event: Any) -> None:
-        """Shards in host memory are being read until ``event``: see `let_host_write_shards`."""
+        """A copy reads offloaded shards until ``event``: see `let_host_write_shards`."""
         self._host_reads.append(event)
 
     def let_host_write_shards(self) -> None:
-        """Block the host until no copy reads the shards that it keeps. When control goes back to the user's code."""
+        """Block the host until no copy reads offloaded shards. Called before the user's code may write them."""
         if self._host_reads:
             self._wait_on_host(self._host_reads)
 
@@ -602,9 +615,9 @@ class FSDPCommContext:
             self._all_reducing.popleft().deliver()
 
     def drop_reduces(self, owners: Collection[object] | None = None) -> None:
-        """Wait for reductions in flight and throw their gradients away: those of ``owners``; by default all.
+        """Wait for reductions in flight and drop their gradients: those of ``owners``, by default all.
 
-        All of them too if one was interrupted, or has failed: what the others are to bring may be lost with it.
+        If a reduction was interrupted or has failed, all are dropped too: the data of the others may be lost with it.
         """
         if self.was_interrupted or self.has_failed:
             owners = None
@@ -619,7 +632,7 @@ class FSDPCommContext:
         self.was_interrupted = self.has_failed = False
 
     def forget_events(self) -> None:
-        """Wait for none: they are of a recording that was given up, so nothing of it ran, and a device refuses them."""
+        """Forget all events. They were recorded in a graph capture that failed, so waiting for them is an error."""
         for pending in (*self._all_reducing, *self._pending):
             pending.event = pending.scattered = pending.packed = None
         self._to_host.clear()
@@ -627,6 +640,8 @@ class FSDPCommContext:
 
     def _wait(self, pending: PendingReduce) -> None:
         if pending.is_launching:
+            # An exception came between its launches: a collective may run that nothing can wait for. What it holds is
+            # leaked on purpose, since freed memory would be written by that collective.
             pending.is_launching, pending.stage = False, Stage.DONE
             pending.abandon()
             for each in pending.held:
@@ -648,9 +663,11 @@ class FSDPCommContext:
 
     def _wait_for_reduce(self, pending: PendingReduce) -> None:
         self._wait_for(pending, Wait.REDUCED)
+        # Autograd may have run this module's backward on another stream. Held memory returns to that one when it is
+        # freed, so it must wait as well.
         stream = pending.compute_stream
         if pending.event is not None and stream != self.device.current_stream():
-            self.device.wait(stream, pending.event, Wait.REDUCED)  # it takes the unsharded gradients' memory back
+            self.device.wait(stream, pending.event, Wait.REDUCED)
 
     def _wait_for(self, handle: CommHandle, why: Wait) -> None:
         handle.wait_for_works()
