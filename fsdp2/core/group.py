@@ -366,7 +366,7 @@ class FSDPParamGroup:
     # -- reshard
 
     def reshard_after_forward(self, awaits_backward: bool) -> None:
-        """Reshard at the end of a forward: to fewer ranks if it is set so and ``awaits_backward``, else to all ranks."""
+        """Reshard at the end of a forward: to fewer ranks if that is set and it ``awaits_backward``, else to all."""
         if awaits_backward and self._phase is ParamPhase.SHARDED_POST_FORWARD:
             return  # an exception came after the end of this forward, or before its beginning
         post_forward = self.storage.post_forward if awaits_backward else None

@@ -282,5 +282,5 @@ class JoiningSchedule(Schedule):
         raise NotImplementedError
 
 
-JOINING: Port[Callable[[Any], JoiningSchedule]] = Port(missing("divergence"))
+JOINING: Port[Callable[[Any], JoiningSchedule]] = Port(missing("schedules.divergence"))
 """Makes the joining schedule of a root."""

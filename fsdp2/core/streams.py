@@ -305,7 +305,7 @@ class PendingReduce(CommHandle):
         self.steps = iter(())  # the frame of the other steps refers to this, so they would live on
 
 
-POOL: Port[Callable[[], Arena]] = Port(missing("memory_pool"))
+POOL: Port[Callable[[], Arena]] = Port(missing("memory.memory_pool"))
 """Makes an `Arena` that keeps memory from use to use, instead of returning it to torch's allocator."""
 
 

@@ -405,7 +405,7 @@ _OF_FSDP2 = os.path.dirname(fsdp2.__file__) + os.sep
 _LIBRARIES = f"{os.sep}lib{os.sep}python"
 _COLLECTIVES = os.path.join(_OF_TORCH, "distributed", "distributed_c10d.py")
 _OF_TENSORS = os.path.join(_OF_TORCH, "distributed", "_functional_collectives.py")
-_OF_OPERATORS = (_torch.__file__, os.path.join(_OF_FSDP2, "features", "written_views.py"))
+_OF_OPERATORS = (_torch.__file__, os.path.join(_OF_FSDP2, "plugs", "parameters", "written_views.py"))
 """Files of ours that run inside of torch's operators on DTensors."""
 
 
