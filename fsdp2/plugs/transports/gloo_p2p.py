@@ -176,7 +176,7 @@ class Exchange:
         try:
             # Each message once: gloo would wait for another of the same tag. In C: Ctrl-C waits until all have arrived.
             deque(map(_wait, self._left), 0)
-        except Exception as failure:
+        except RuntimeError as failure:  # gloo's; after another exception a second call goes on where this one was
             self._fail(failure)
             if PLACE.stopped:
                 raise_stopped()
@@ -203,7 +203,8 @@ class Lost:
         """The text of the error for an ``exchange`` that ``failure`` has ended."""
         waited_for = (exchange.waited_for or len(exchange._messages) + 1) - 1  # the launch failed if it is 0
         sources, targets = _peers(exchange.group)
-        peer = [*sources, *targets][waited_for]
+        peers = [*sources, *targets]
+        peer = peers[min(waited_for, len(peers) - 1)]
         rank = dist.get_global_rank(exchange.group, peer)
         return (
             f"{exchange.label.text} with rank {rank} failed, {PLACE.phase}: its process has ended, or raised and left, "
