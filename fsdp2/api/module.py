@@ -953,7 +953,7 @@ def mix_in(module: nn.Module) -> None:
 def _own_forward_of(kind: type) -> dict[str, Any]:
     """A ``forward`` for module classes that have torch's: ``torch.compile`` would begin graphs outside of our call."""
     inherited = kind.forward  # type: ignore[attr-defined]
-    if inherited in NO_FORWARD or getattr(inherited, "__module__", "").split(".")[0] != "torch":
+    if inherited in NO_FORWARD or (getattr(inherited, "__module__", None) or "").split(".")[0] != "torch":
         return {}
 
     @functools.wraps(inherited)

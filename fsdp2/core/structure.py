@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import nn
 
 from fsdp2.errors import FSDPValueError
@@ -30,7 +31,8 @@ class Structure:
     """
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
-        modules = dict.fromkeys(module for root in roots for module in root.modules())
+        every = dict.fromkeys(module for root in roots for module in root.modules())
+        modules = [module for module in every if not isinstance(module, torch.jit.ScriptModule)]  # those cannot change
         parameter_slots: list[dict[str, Any]] = [module._parameters for module in modules]
         self._vacant = [(slots, name) for slots in parameter_slots for name in slots if slots[name] is None]
         # Modules without submodules are many, and only counted.

@@ -457,9 +457,9 @@ def _around_exchange(
     seen: Observation, group: FSDPParamGroup, kind: Kind, call: Callable[..., None], members: Any, *args: Any
 ) -> None:
     assert group.comm is not None, "it is prepared"
-    works = args[3] if kind is Kind.ALL_REDUCE else args[1 if kind is Kind.REDUCE_SCATTER else 0]
+    works = args[0 if kind is Kind.GATHER else 1]
     if kind is Kind.ALL_REDUCE:
-        told = seen.told_of(group, kind, [members], args[1].size())
+        told = seen.told_of(group, kind, [members], group.mesh.replicate_size)
     else:
         told = seen.told_of(group, kind, members, _ranks_of(members))
     device, listener = group.comm.device, seen.listener

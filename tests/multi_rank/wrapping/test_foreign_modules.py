@@ -1,0 +1,46 @@
+"""Modules that torch has made otherwise than by a class with a forward of its own: traced and scripted ones."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp2 import fully_shard
+from tests.harness import multi_rank
+from tests.multi_rank.training.helpers import assert_same_gradients
+
+
+def traced() -> nn.Module:
+    """A `torch.fx.GraphModule`, whose class and forward are generated."""
+    return torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 5), nn.GELU(), nn.Linear(5, 3)))
+
+
+def scripted_inside() -> nn.Module:
+    """With a `torch.jit.ScriptModule` that has no parameters."""
+    return nn.Sequential(nn.Linear(4, 5), torch.jit.script(nn.GELU()), nn.Linear(5, 3))
+
+
+def traced_inside() -> nn.Module:
+    return nn.Sequential(traced(), nn.Tanh(), nn.Linear(3, 3))
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("make", [traced, scripted_inside, traced_inside])
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+def test_they_train_like_the_plain_model(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    plain = make()
+    model = fully_shard(copy.deepcopy(plain))
+    for step in range(2):
+        x = torch.full((2, 4), 0.3 + step)  # the same on all ranks
+        for each in (model, plain):
+            each(x).square().mean().backward()
+        assert_same_gradients(model, plain, f"in step {step}")
+        with torch.no_grad():
+            for each in (model, plain):
+                torch._foreach_mul_(list(each.parameters()), 0.9)
+                each.zero_grad()
