@@ -74,11 +74,6 @@ def names_of(blocks: Any) -> str:
     return f"({', '.join(sorted(kind if isinstance(kind, str) else kind.__qualname__ for kind in _validated(blocks)))})"
 
 
-def class_names_of(blocks: Any) -> list[str]:
-    """The names of the classes in ``blocks``, as `auto_shard` takes them."""
-    return sorted(kind if isinstance(kind, str) else kind.__name__ for kind in _validated(blocks))
-
-
 def _validated(blocks: Any) -> tuple[Kind, ...]:
     kinds = tuple(blocks) if isinstance(blocks, Collection) and not isinstance(blocks, str) else (blocks,)
     for kind in kinds:

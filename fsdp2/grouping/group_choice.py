@@ -57,11 +57,14 @@ class GroupChoice:
             f"{self.model}: {len(self.groups)} group{plural}, {total} of parameters in {dtype} "
             f"(max_bytes {shown(self.max_bytes)}, min_bytes {shown(self.min_bytes)})"
         )
-        similar: dict[tuple[str, str, int, str], list[ModuleGroup]] = {}
+        similar: dict[tuple[str, str, int, str], list[str]] = {}
         for group in self.groups:
             key = (re.sub(r"\b\d+\b", "*", group.name), group.class_name, group.nbytes, group.reason)
-            similar.setdefault(key, []).append(group)
-        rows = [_row(groups) for groups in similar.values()]
+            similar.setdefault(key, []).append(group.name)
+        rows = [
+            (common_name(names) or "(model)", kind, f"{len(names)} x " * (len(names) > 1) + shown(nbytes), reason)
+            for (_, kind, nbytes, reason), names in similar.items()
+        ]
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
         lines = [
             f"  {name:<{widths[0]}}  {class_name:<{widths[1]}}  {size:>{widths[2]}}  {reason}"
@@ -78,17 +81,6 @@ def shown(nbytes: int) -> str:
         if nbytes >= scale:
             return f"{nbytes / scale:.1f} {unit}"
     return f"{nbytes} B"
-
-
-def _row(groups: list[ModuleGroup]) -> tuple[str, str, str, str]:
-    first = groups[0]
-    count = "" if len(groups) == 1 else f"{len(groups)} x "
-    return (
-        common_name([group.name for group in groups]) or "(model)",
-        first.class_name,
-        f"{count}{shown(first.nbytes)}",
-        first.reason,
-    )
 
 
 def common_name(names: Sequence[str]) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -36,29 +35,17 @@ ItemSize = Callable[[str, nn.Parameter], int]
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """A submodule, where it comes first in the model.
+    """A submodule, where it comes first in the model."""
 
-    Attributes:
-        name: its fully qualified name; that of the model is empty.
-        module: itself.
-        parents: where it is registered: more than one if it is shared.
-        children: the submodules that come first here; none of an atom or a sharded module.
-        own_bytes: of the parameters that count here: registered in it (in an atom: or below it) and nowhere before.
-        total_bytes: of all that count here and below.
-        can_be_called: whether it has a forward, so that parameters can be gathered before it.
-        holds_parameters: whether there are any that would count here if nowhere before.
-        is_sharded: whether `fully_shard` was called on it already.
-    """
-
-    name: str
+    name: str  # fully qualified; that of the model is empty
     module: nn.Module
-    parents: list[Node]
-    children: list[Node] = field(default_factory=list)
-    own_bytes: int = 0
-    total_bytes: int = 0
-    can_be_called: bool = True
-    holds_parameters: bool = False
-    is_sharded: bool = False
+    parents: list[Node]  # where it is registered: more than one if it is shared
+    children: list[Node] = field(default_factory=list)  # which come first here; none of an atom or a sharded module
+    own_bytes: int = 0  # of the parameters that are registered here (in an atom: or below it) and nowhere before
+    total_bytes: int = 0  # of all that count here and below
+    can_be_called: bool = True  # it has a forward, so that parameters can be gathered before it
+    holds_parameters: bool = False  # there are some that would count here if nowhere before
+    is_sharded: bool = False  # `fully_shard` was called on it already
 
     @property
     def class_name(self) -> str:
@@ -85,26 +72,15 @@ class Node:
 
 @dataclass(slots=True)
 class Held:
-    """A parameter and the nodes that hold it.
-
-    Attributes:
-        nbytes: its size.
-        holders: in the order of the tree.
-        counted_in: those that it has counted in; the last is where it does.
-    """
+    """A parameter and the nodes that hold it."""
 
     nbytes: int
-    holders: list[Node]
-    counted_in: list[Node]
+    holders: list[Node]  # in the order of the tree
+    counted_in: list[Node]  # the last is where it does
 
 
 class ModuleTree:
-    """The nodes of a model, and its parameters.
-
-    Attributes:
-        root: the node of the model.
-        held: the parameters that count, tied ones once.
-    """
+    """The nodes of a model, from its ``root`` on, and the parameters that count, tied ones once, in ``held``."""
 
     def __init__(self, model: nn.Module, ignored: Collection[nn.Parameter], item_size: ItemSize) -> None:
         self._ignored = ignored
@@ -207,8 +183,7 @@ def largest_local_numel(parameter: torch.Tensor) -> int:
     if not isinstance(parameter, DTensor):
         return parameter.numel()
     shape = list(parameter.shape)
-    for mesh_dim, placement in enumerate(parameter.placements):
+    for placement, ranks in zip(parameter.placements, parameter.device_mesh.shape, strict=True):
         if _torch.is_shard(placement):
-            dim: Any = placement.dim  # type: ignore[attr-defined]
-            shape[dim] = -(-shape[dim] // parameter.device_mesh.size(mesh_dim))
+            shape[placement.dim] = -(-shape[placement.dim] // ranks)  # type: ignore[attr-defined]
     return torch.Size(shape).numel()

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from torch import nn
 
 from fsdp2.api.policies import CPUOffloadPolicy, OffloadPolicy, offload_policies
-from fsdp2.arguments import ANYTHING, checked
-from fsdp2.errors import FSDPTypeError, FSDPValueError
+from fsdp2.arguments import checked
+from fsdp2.errors import FSDPValueError
 
 
-@checked(module=ANYTHING, budget_bytes=ANYTHING)
+@checked()
 def cpu_offload_by_budget(module: nn.Module, budget_bytes: int, pin_memory: bool = True) -> dict[str, CPUOffloadPolicy]:
     """Choose parameters of ``module`` to offload: the largest first, of at most ``budget_bytes`` together.
 
@@ -21,8 +21,8 @@ def cpu_offload_by_budget(module: nn.Module, budget_bytes: int, pin_memory: bool
 
     Sizes are those of whole parameters in their own dtype, so every rank then has its part of that many bytes less on
     its device (and of the gradients and the optimizer's state of these parameters). One that does not fit any more is
-    left out, and smaller ones may follow; of equal ones the first by name. A larger budget never offloads fewer bytes.
-    Tied parameters count once, frozen ones too. Changes and communicates nothing; the same on every rank.
+    left out, and smaller ones may follow; of equal ones the first by name. Tied parameters count once, frozen ones too.
+    Changes and communicates nothing; the same on every rank.
 
     Args:
         module: not yet sharded, also on meta.
@@ -34,13 +34,9 @@ def cpu_offload_by_budget(module: nn.Module, budget_bytes: int, pin_memory: bool
         shards all of them, and `auto_shard` in any case.
 
     Raises:
-        FSDPTypeError: not a module, not a number of bytes.
+        FSDPTypeError: not a module, not an int.
         FSDPValueError: a negative budget.
     """
-    if not isinstance(module, nn.Module):
-        raise FSDPTypeError(f"parameters of an nn.Module are offloaded, got {type(module).__name__}.")
-    if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int):
-        raise FSDPTypeError(f"budget_bytes must be an int, a number of bytes, got {budget_bytes!r}.")
     if budget_bytes < 0:
         raise FSDPValueError(f"budget_bytes must be a number of bytes, 0 for none, got {budget_bytes}.")
     sizes = {name: each.numel() * each.element_size() for name, each in module.named_parameters()}
@@ -74,12 +70,7 @@ def policies_by_every_name(
 
 @dataclass(frozen=True)
 class OffloadByName:
-    """An ``offload_policy`` for one group of a model.
-
-    Attributes:
-        prefix: the name of the group's module in the model.
-        table: policies by all names of the model's parameters.
-    """
+    """An ``offload_policy`` for the group of the module ``prefix``: of a ``table`` by all names in the model."""
 
     prefix: str
     table: Mapping[str, OffloadPolicy]

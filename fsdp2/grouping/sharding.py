@@ -11,6 +11,7 @@ region runs, so it is *relieved*, of its largest submodules first, while it is a
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -28,10 +29,9 @@ from fsdp2.core.state import state_of
 from fsdp2.core.structure import refuse_container
 from fsdp2.errors import FSDPTypeError, FSDPValueError
 from fsdp2.grouping.blocks import Blocks, names_of
-from fsdp2.grouping.config import MAX_BYTES, MIN_BYTES, ShardingConfig
-from fsdp2.grouping.configured import apply_settings, arguments_of, policy_for, refuse_twice
+from fsdp2.grouping.config import MAX_BYTES, MIN_BYTES, PolicyByName, ShardingConfig, apply_settings, arguments_of
 from fsdp2.grouping.group_choice import GroupChoice, ModuleGroup
-from fsdp2.grouping.module_tree import ItemSize, ModuleTree, Node
+from fsdp2.grouping.module_tree import ModuleTree, Node
 from fsdp2.grouping.offload_budget import OffloadByName, policies_by_every_name
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -41,7 +41,7 @@ _BLOCKS = Rule("classes of modules, their names, or None", lambda value: not isi
 _LOGGER = logging.getLogger("fsdp2")
 
 
-@checked(model=ANYTHING, blocks=_BLOCKS, mesh=ANYTHING, max_bytes=ANYTHING, min_bytes=ANYTHING)
+@checked(model=ANYTHING, blocks=_BLOCKS, mesh=ANYTHING)
 def auto_shard(
     model: Module,
     mesh: DeviceMesh | ShardingConfig | None = None,
@@ -57,15 +57,14 @@ def auto_shard(
         >>> model = fsdp2.auto_shard(model, mesh, mp_policy=policy)
         >>> model = fsdp2.auto_shard(model, fsdp2.ShardingConfig.from_file("sharding.yaml"))
 
-    The choice is logged at INFO by the logger ``"fsdp2"``. Submodules that are sharded already stay as they are. If
-    ``model`` itself is, no groups are chosen: a second call with the same arguments changes nothing, one with others
-    raises. If a `fully_shard` call raises, the groups before it stay sharded:
-    `unwrap` the model before calling again with other arguments.
+    The choice is logged at INFO by the logger ``"fsdp2"``. If ``model`` itself is sharded already, no groups are
+    chosen: a second call with the same arguments changes nothing, one with others raises. If a `fully_shard` call
+    raises, the groups before it stay sharded: `unwrap` the model before calling again with other arguments.
 
     Every rank must call it, as it must `fully_shard`.
 
     Args:
-        model: to be sharded, in place.
+        model: to be sharded, in place. Submodules that are sharded already stay as they are.
         mesh: as in `fully_shard`; or a config.
         config: what to shard how, as a value. Then the other arguments say what it does not: a mesh that the program
             has, or what cannot be written down.
@@ -79,51 +78,40 @@ def auto_shard(
         ``model`` itself.
 
     Raises:
-        FSDPTypeError: what `choose_groups` and `fully_shard` raise.
-        FSDPValueError: the same; a config beside arguments that it says already; a pattern of it that fits nothing in
-            the model.
-        FSDPNotImplementedError: what `fully_shard` raises.
-        FSDPRuntimeError: the same.
+        FSDPError: what `choose_groups` and `fully_shard` raise.
+        FSDPValueError: a config beside arguments that it says already; a pattern of it that fits nothing in the model.
     """
     if isinstance(mesh, ShardingConfig):
         if config is not None:
             raise FSDPTypeError("auto_shard got a config twice; pass auto_shard(model, mesh, config=config).")
         mesh, config = None, mesh
-    given = {**fully_shard_arguments, "mesh": mesh}
-    given.update(blocks=blocks, max_bytes=max_bytes, min_bytes=min_bytes)
-    if config is None:
-        return _shard(model, None, given)
-    defaults = {"mesh": None, "blocks": None, "max_bytes": MAX_BYTES, "min_bytes": MIN_BYTES}
-    given = {name: value for name, value in given.items() if name not in defaults or value is not defaults[name]}
-    refuse_twice(config, given)
     if not isinstance(model, nn.Module):
         raise FSDPTypeError(f"groups are chosen in an nn.Module, got {type(model).__name__}.")
-    _shard(model, config, {**arguments_of(config, model), **given})
-    apply_settings(config, model)
-    state = state_of(model)
-    if state is not None:
-        grouping = tuple(each for each in state.arguments.grouping if each[0] != "config")
-        state.arguments = replace(state.arguments, grouping=(*grouping, ("config", str(config))))
-    return model
-
-
-def _shard(model: Module, config: ShardingConfig | None, arguments: dict[str, Any]) -> Module:
-    """`auto_shard`, of arguments alone; of the config, policies by name."""
-    how = {name: arguments.pop(name) for name in ("blocks", "max_bytes", "min_bytes") if name in arguments}
-    ignored = validated_ignored(arguments.pop("ignored_params", None))
-    mp_policy = arguments.get("mp_policy")
-    policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
+    how = {"blocks": blocks, "max_bytes": max_bytes, "min_bytes": min_bytes}
+    arguments = {**fully_shard_arguments, **how, "mesh": mesh}
+    policies = () if config is None else tuple(config.mp_policy_of.items())
+    if config is not None:
+        arguments = arguments_of(config, model, arguments)
+    how = {name: arguments.pop(name) for name in how}
+    ignored, policy = validated_ignored(arguments.pop("ignored_params", None)), arguments.get("mp_policy")
+    policy = MixedPrecisionPolicy() if policy is None else policy
     choice = choose_groups(model, ignored_params=ignored, mp_policy=policy, **how)
-    blocks, max_bytes, min_bytes = how.get("blocks"), choice.max_bytes, choice.min_bytes
-    grouping = (("blocks", names_of(blocks)), ("max_bytes", max_bytes), ("min_bytes", min_bytes))
-    _refuse_another_grouping(model, grouping)
+    grouping = tuple({**how, "blocks": names_of(how["blocks"])}.items())
+    state = state_of(model)
+    for (name, before), (_, now) in zip(() if state is None else state.arguments.grouping, grouping, strict=False):
+        if before != now:
+            raise FSDPValueError(
+                f"auto_shard was already called on this {choice.model} with another argument '{name}': {before} "
+                f"before, {now} now. Repeat the call with equal arguments, which changes nothing, or undo it with "
+                "fsdp2.unwrap() first."
+            )
     _LOGGER.info("%s", choice)
     offloads = offload_choice(arguments.get("offload_policy"))
     table = policies_by_every_name(model, offloads, ignored) if isinstance(offloads, Mapping) else None
     names = [group.name for group in choice.groups] or [""]  # the model is sharded: compare arguments
     for number, name in enumerate(names):
-        if config is not None:
-            arguments["mp_policy"] = policy_for(config, name, policy)
+        if policies:
+            arguments["mp_policy"] = PolicyByName(name, policy, policies)
         if table is not None:
             arguments["offload_policy"] = OffloadByName(name, table)
         try:
@@ -138,25 +126,15 @@ def _shard(model: Module, config: ShardingConfig | None, arguments: dict[str, An
                 )
             raise
     state = state_of(model)
-    if choice.groups and state is not None:
+    if state is not None and (choice.groups or config is not None):
+        grouping += () if config is None else (("config", str(config)),)
         state.arguments = replace(state.arguments, grouping=grouping)
+    if config is not None:
+        apply_settings(config, model)
     return model
 
 
-def _refuse_another_grouping(model: nn.Module, grouping: tuple[tuple[str, str | int], ...]) -> None:
-    state = state_of(model)
-    if state is None:
-        return
-    for (name, before), (_, now) in zip(state.arguments.grouping, grouping, strict=False):
-        if before != now:
-            raise FSDPValueError(
-                f"auto_shard was already called on this {state.class_name} with another argument '{name}': {before} "
-                f"before, {now} now. Repeat the call with equal arguments, which changes nothing, or undo it with "
-                "fsdp2.unwrap() first."
-            )
-
-
-@checked(model=ANYTHING, blocks=_BLOCKS, max_bytes=ANYTHING, min_bytes=ANYTHING, mp_policy=ANYTHING)
+@checked(model=ANYTHING, blocks=_BLOCKS, mp_policy=ANYTHING)
 def choose_groups(
     model: nn.Module,
     *,
@@ -172,18 +150,9 @@ def choose_groups(
         >>> for group in choose_groups(model).groups:
         ...     fully_shard(model.get_submodule(group.name))
 
-    Bytes are those of unsharded parameters: in ``mp_policy.param_dtype`` if ``mp_policy`` is a policy that has one,
-    else (also if it is a function) in their own dtypes. Tied parameters count once. Under tensor parallelism a rank's
-    part counts, of the rank with the largest. Works on meta.
-
-    - *Blocks* are groups. One above ``max_bytes`` is split: into the blocks inside it, else along its submodules.
-    - Without blocks groups are cut by size: the outermost submodules between ``min_bytes`` and ``max_bytes``.
-    - The rest is the model's group, as long as it is not above the largest block and ``max_bytes``. Else its largest
-      submodules (embedding, head) become groups.
-    - A parameter is never split, and neither are modules of torch that compute with their submodules' parameters
-      (``nn.MultiheadAttention``, ``nn.TransformerEncoderLayer``), nor parametrized ones from what parametrizes them.
-      What has no forward (``nn.ModuleList``) is no group. A module that is registered below several groups is one
-      itself.
+    'Let fsdp2 choose the groups' in the documentation says how. Works on meta. Bytes are those of unsharded parameters,
+    of the rank with the largest part: in ``mp_policy.param_dtype`` if ``mp_policy`` is a policy that has one, else in
+    their own dtypes. Tied parameters count once.
 
     What modules do in forward cannot be seen. One whose parameters another reads without calling it, or that some ranks
     skip (experts), must be in one group with that other or its caller: name that one in ``blocks``, with ``max_bytes``
@@ -211,9 +180,11 @@ def choose_groups(
     if not isinstance(model, nn.Module):
         raise FSDPTypeError(f"groups are chosen in an nn.Module, got {type(model).__name__}.")
     refuse_container(model, "auto_shard")
-    _check_sizes(max_bytes, min_bytes)
+    if not 0 <= min_bytes <= max_bytes or max_bytes == 0:
+        expected = "0 <= min_bytes <= max_bytes, and max_bytes above 0"
+        raise FSDPValueError(f"min_bytes={min_bytes} and max_bytes={max_bytes} must be {expected}.")
     policy = policy_or_function(mp_policy)
-    tree = ModuleTree(model, ignored_below([model], ignored_params), _item_size(policy))
+    tree = ModuleTree(model, ignored_below([model], ignored_params), functools.partial(_item_size, policy))
     finder = Blocks(tree, blocks, min_bytes)
     param_dtype = policy.param_dtype if isinstance(policy, MixedPrecisionPolicy) else None
     return GroupChoice(
@@ -226,25 +197,11 @@ def choose_groups(
     )
 
 
-def _check_sizes(max_bytes: Any, min_bytes: Any) -> None:
-    for name, size in (("max_bytes", max_bytes), ("min_bytes", min_bytes)):
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise FSDPTypeError(f"{name} must be an int, a number of bytes, got {size!r}.")
-    if not 0 <= min_bytes <= max_bytes or max_bytes == 0:
-        raise FSDPValueError(
-            f"min_bytes={min_bytes} and max_bytes={max_bytes} must be 0 <= min_bytes <= max_bytes, and max_bytes above "
-            "0."
-        )
-
-
-def _item_size(policy: MixedPrecisionPolicy | PolicyFunction) -> ItemSize:
-    def item_size(fqn: str, parameter: nn.Parameter) -> int:
-        if not isinstance(policy, MixedPrecisionPolicy) or not parameter.is_floating_point():
-            return parameter.dtype.itemsize
-        dtype = policy.for_parameter(parameter, fqn).param_dtype
-        return (parameter.dtype if dtype is None else dtype).itemsize
-
-    return item_size
+def _item_size(policy: MixedPrecisionPolicy | PolicyFunction, fqn: str, parameter: nn.Parameter) -> int:
+    if not isinstance(policy, MixedPrecisionPolicy) or not parameter.is_floating_point():
+        return parameter.dtype.itemsize
+    dtype = policy.for_parameter(parameter, fqn).param_dtype
+    return (parameter.dtype if dtype is None else dtype).itemsize
 
 
 def _groups(tree: ModuleTree, finder: Blocks, max_bytes: int, min_bytes: int) -> tuple[ModuleGroup, ...]:
@@ -336,11 +293,7 @@ def _outermost(node: Node, condition: Callable[[Node], bool]) -> Iterator[Node]:
 
 
 class _Chooser:
-    """One choice: see [Note: how groups are chosen].
-
-    Attributes:
-        chosen: the groups and the reason for each.
-    """
+    """One choice, ``chosen``, and the reason for each group: see [Note: how groups are chosen]."""
 
     def __init__(
         self, tree: ModuleTree, finder: Blocks, max_bytes: int, min_bytes: int, shared: dict[Node, str]

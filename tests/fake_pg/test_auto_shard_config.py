@@ -72,29 +72,28 @@ def test_groups_strategy_and_mesh() -> None:
 
 
 def test_setters() -> None:
-    model = sharded(
-        prefetch_budget=77,
-        backward_prefetch="after",
-        gradient_reduction="sum",
-        reduce_scatter_max_input_buffers=3,
-        reduce_scatter_unused_params=True,
-        force_sum_reduction_for_comms=True,
-        keep_unsharded_storage=True,
-        reshard_after_backward=False,
-        check_replica_buffers=False,
-        on_error="drop_step",
-        on_divergence="join",
-        no_unshard_in_backward=("layers.1",),
-    )
+    settings = {
+        "prefetch_budget": 77,
+        "backward_prefetch": "after",
+        "gradient_reduction": "sum",
+        "reduce_scatter_max_input_buffers": 3,
+        "reduce_scatter_unused_params": True,
+        "force_sum_reduction_for_comms": True,
+        "keep_unsharded_storage": True,
+        "reshard_after_backward": False,
+        "replica_check": {"buffers": False},
+        "recovery": {"on_error": "drop_step"},
+        "divergence": "join",
+    }
+    model = sharded(settings=settings)
     root = state(model).root_settings
     assert (root.prefetch_bytes, root.backward_prefetch, root.divergence) == (77, "after", "join")
     assert (root.compares_parameters, root.compares_buffers, root.on_error) == (True, False, "drop_step")
     for name in ("", "layers.0", "layers.1"):
         (group,) = state(model, name).unit
-        settings = group.settings
-        assert (settings.divide_factor, settings.max_pending, settings.zeros_for_unused) == (1.0, 3, True)
-        assert settings.only_sums and settings.keeps_unsharded_storage
-        assert settings.unshards_in_backward is (name != "layers.1")
+        found = group.settings
+        assert (found.divide_factor, found.max_pending, found.zeros_for_unused) == (1.0, 3, True)
+        assert found.only_sums and found.keeps_unsharded_storage
         assert state(model, name).reshard_after_backward is False
     model(torch.ones(2, 8)).sum().backward()
 
@@ -109,13 +108,12 @@ def test_setters() -> None:
             "pools_memory",
             marks=pytest.mark.skipif(torch.__version__ < "2.13", reason="the pool needs torch 2.13"),
         ),
-        ("check_replica_parameters", False, "compares_parameters"),
         ("gradient_reduction", 8, "denominator"),
         ("reduce_scatter_max_input_buffers", 2, "max_pending"),
     ],
 )
 def test_each_setting_alone(setting: str, value: Any, where: str) -> None:
-    model = sharded(**{setting: value})
+    model = sharded(settings={setting: value})
     root, (group,) = state(model).root_settings, state(model, "layers.0").unit
     assert getattr(root if hasattr(root, where) else group.settings, where) == value
     before = fsdp2.core.options.RootSettings() if hasattr(root, where) else fsdp2.core.options.GroupSettings()
@@ -157,27 +155,21 @@ def _said(**more: Any) -> dict[str, Any]:
     return {"blocks": ("Block",), "min_bytes": 0, "mp_policy": BF16, **more}
 
 
-def test_placements_and_ignored_parameters() -> None:
-    config = ShardingConfig(
-        **_said(shard_placement={"*.up.weight": Shard(1), "head": fsdp2.Owned(1)}, ignored_params=("*.norm.*",))
-    )
+def test_ignored_parameters() -> None:
+    config = ShardingConfig(**_said(ignored_params=("*.norm.*",)))
     model = auto_shard(Model(), config)
     found = dict(model.named_parameters())
-    weight, head, norm = found["layers.0.up.weight"], found["head.weight"], found["layers.1.norm.weight"]
-    assert isinstance(weight, DTensor) and weight.placements == (Shard(1),)
-    assert isinstance(head, DTensor) and head.to_local().shape == (8, 8)
-    assert not isinstance(norm, DTensor)
+    assert isinstance(found["layers.0.up.weight"], DTensor)
+    assert not isinstance(found["layers.1.norm.weight"], DTensor)
     assert auto_shard(model, config) is model, "a second call changes nothing"
 
 
 def test_whole_parameters_do_not_outlive_their_sharding() -> None:
     model = Model()
     before = weakref.ref(model.head.weight)
-    auto_shard(model, ShardingConfig(**_said(shard_placement={"head.weight": Shard(1)}, mp_policy_of={"head": FP32})))
+    auto_shard(model, ShardingConfig(**_said(mp_policy_of={"head": FP32})))
     gc.collect()
     assert before() is None
-    function = state(model).arguments.shard_placement_fn
-    assert copy.deepcopy(function) == function == pickle.loads(pickle.dumps(function))
     policy = state(model).arguments.mp_policy
     assert copy.deepcopy(policy) == policy == pickle.loads(pickle.dumps(policy))
 
@@ -213,8 +205,6 @@ def test_patterns_that_mean_nothing() -> None:
     for setting, value in (
         ("mp_policy_of", {"hed": BF16}),
         ("ignored_params", ("hed",)),
-        ("shard_placement", {"hed": Shard(0)}),
-        ("no_unshard_in_backward", ("hed",)),
     ):
         with pytest.raises(FSDPValueError, match=f"'{setting}' has the pattern 'hed'.*Did you mean 'head'"):
             sharded(**{setting: value})
@@ -222,16 +212,8 @@ def test_patterns_that_mean_nothing() -> None:
         sharded(mesh_shape=(3, -1))
 
 
-def test_modules_that_are_not_unsharded_in_backward_are_those_inside_of_a_pattern() -> None:
-    model = sharded(no_unshard_in_backward=("layers",))
-    found = {name: state(model, name).unit[0].settings.unshards_in_backward for name in ("", "layers.0", "layers.1")}
-    assert found == {"": True, "layers.0": False, "layers.1": False}
-    with pytest.raises(FSDPValueError, match=r"'layers\.0\.\*', which means no module that is sharded by itself"):
-        sharded(no_unshard_in_backward=("layers.0.*",))
-
-
 def test_a_file(tmp_path: Path) -> None:
     path = tmp_path / "sharding.yaml"
-    path.write_text("strategy: zero1\nblocks: Block\nmin_bytes: 0\n")
+    path.write_text("strategy: zero1\nblocks: [Block]\nmin_bytes: 0\n")
     model = auto_shard(Model(), ShardingConfig.from_file(path))
     assert isinstance(model.layers[0], FSDPModule) and not state(model).reshard_after_forward

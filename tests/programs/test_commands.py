@@ -92,7 +92,7 @@ def test_explain_and_estimate_say_the_same_of_what_moves(
     models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], device: str, hardware: str, reduced: int
 ) -> None:
     """NCCL reduces in fp32 what was computed in bf16, and sends that; on gloo bf16 travels, but for what is packed."""
-    sizes = {"mesh_shape": (4,), "mesh_dim_names": ("shard",), "device_type": device}
+    sizes = {"mesh_shape": (4,), "device_type": device}
     policy = fsdp2.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     config = fsdp2.ShardingConfig(**sizes, mp_policy=policy).to_file(tmp_path / "a.json")
     explained = json.loads(said(capsys, "explain", f"{models}:wide", "--config", str(config), "--json"))

@@ -32,14 +32,15 @@ def test_the_program_of_configs_runs(
     assert "The settings of its ShardingConfig:\n  strategy: zero2" in text and "2 x " in text
 
 
-def test_the_file_of_configs_is_one() -> None:
+def test_the_file_of_configs_is_one(tmp_path: Path) -> None:
     (text,) = blocks(CONFIG, "yaml")
-    config = ShardingConfig.from_yaml(text)
-    assert ShardingConfig.from_yaml(config.to_yaml()) == config
+    path = tmp_path / "sharding.yaml"
+    path.write_text(text, encoding="utf-8")
+    config = ShardingConfig.from_file(path)
     assert config.max_bytes == 512 * 2**20 and config.blocks == ("Block",)
-    wrong = text.replace("strategy:", "stratgy:")
-    with pytest.raises(fsdp2.FSDPValueError, match=r"line 3, stratgy: there is no setting 'stratgy'\. Did you mean"):
-        ShardingConfig.from_yaml(wrong)
+    path.write_text(text.replace("strategy:", "stratgy:"), encoding="utf-8")
+    with pytest.raises(fsdp2.FSDPValueError, match=r"sharding\.yaml: a ShardingConfig has no setting 'stratgy'\. Did"):
+        ShardingConfig.from_file(path)
 
 
 def test_commands_and_variables_are_complete() -> None:

@@ -86,7 +86,7 @@ def test_what_is_wrong_with_a_config_has_status_1(tmp_path: Path, capsys: pytest
     config = tmp_path / "a.json"
     config.write_text('{"stratgy": "zero1"}')
     assert main(["explain", "a:b", "--config", str(config)]) == 1
-    assert f"fsdp2 explain: {config}, line 1, stratgy: there is no setting" in capsys.readouterr().err
+    assert f"fsdp2 explain: {config}: a ShardingConfig has no setting 'stratgy'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["explain", "estimate"])

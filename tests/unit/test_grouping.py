@@ -254,8 +254,8 @@ def test_wrappers_around_the_model_are_no_groups() -> None:
 @for_each(
     ("options", "error", "text"),
     [
-        ({"max_bytes": 1.5}, FSDPTypeError, "max_bytes must be an int, a number of bytes, got 1.5"),
-        ({"min_bytes": True}, FSDPTypeError, "min_bytes must be an int"),
+        ({"max_bytes": 1.5}, FSDPTypeError, "takes an int as 'max_bytes', got 1.5"),
+        ({"min_bytes": True}, FSDPTypeError, "takes an int as 'min_bytes', got True"),
         ({"min_bytes": -1}, FSDPValueError, "0 <= min_bytes <= max_bytes"),
         ({"max_bytes": 5, "min_bytes": 6}, FSDPValueError, "min_bytes=6 and max_bytes=5 must be"),
         ({"max_bytes": 0, "min_bytes": 0}, FSDPValueError, "max_bytes above 0"),

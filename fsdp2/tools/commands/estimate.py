@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdp2.arguments import nearest
 from fsdp2.errors import FSDPValueError
-from fsdp2.grouping.config import ShardingConfig, default_of
+from fsdp2.grouping.config import ShardingConfig
 from fsdp2.model.accumulation import Kept
 from fsdp2.tools.commands.models import BATCH_HELP, look_up, make_batch
 from fsdp2.tools.commands.parsing import Parser, add_json
@@ -30,7 +30,7 @@ With --suggest it estimates strategies, checkpointing and offloading, and says w
 
 EXAMPLE = "fsdp2 estimate my_package.models:llama --mesh 128 --batch 256x8192:int64 --hardware h100-8x --dtype bfloat16"
 
-_BY_ITSELF = ("strategy", "blocks", "mp_policy", "offload_policy", "mesh_shape", "mesh_dim_names", "device_type")
+_BY_ITSELF = ("strategy", "blocks", "mp_policy", "offload_policy", "mesh_shape", "device_type")
 """Settings that `estimate` has arguments for, so that it can try others."""
 
 
@@ -148,9 +148,7 @@ def main(arguments: Sequence[str]) -> int:
             "kept": options.kept,
         }
     config = config_of(options)
-    shape, names = mesh_of(options, config, "8")
-    if config.dp_mesh_dims != default_of("dp_mesh_dims") and names is None:
-        raise FSDPValueError("the config names dims in 'dp_mesh_dims' that --mesh has not: write 'mesh_shape' there.")
+    shape = mesh_of(options, config, "8")
     make_model, told = look_up(options.model), sharding_arguments(config)  # called inside of the simulation
     if options.suggest:
         chosen = {name: told[name] for name in ("mp_policy", "blocks")}
@@ -159,8 +157,6 @@ def main(arguments: Sequence[str]) -> int:
         print(tried.to_json() if options.json else tried)
         return 0 if tried.best else 1
     with working("estimating"), understood.understanding():
-        found = estimate(
-            make_model, shape, mesh_dim_names=names, checkpointing=options.checkpointing, **workload, **told
-        )
+        found = estimate(make_model, shape, checkpointing=options.checkpointing, **workload, **told)
     print(found.to_json() if options.json else found)
     return 0 if found.fits else 1

@@ -49,18 +49,17 @@ def main(arguments: Sequence[str]) -> int:
     """Print it."""
     options = parser().parse_all(arguments)
     config = config_of(options)
-    shape, names = mesh_of(options, config, "8")
-    if names is None and len(shape) > 2:
+    shape = mesh_of(options, config, "8")
+    if len(shape) > 2:
         raise FSDPValueError(
             f"--mesh {'x'.join(map(str, shape))} has {len(shape)} dims, and explain shards over one or two, replicas "
-            "and shards: say their product, or name the dims in a config, 'mesh_shape' and 'mesh_dim_names'."
+            "and shards: say their product."
         )
     with simulated_world(ranks_of(shape), "fsdp2 explain"), laid_out_for(config.device_type or "cuda"):
         with working("making and sharding the model"):
             with torch.device("meta"):
                 model = make_model(options.model)
-            names = names or (("shard",) if len(shape) == 1 else ("replicate", "shard"))
-            mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
             note = blocks_that_are_cut(model, config)
             explanation = explain(shard(model, mesh, config), ranks_per_node=options.ranks_per_node)
         if options.json:

@@ -76,23 +76,22 @@ def config_of(options: argparse.Namespace) -> ShardingConfig:
     return dataclasses.replace(config, **changes) if changes else config
 
 
-def mesh_of(options: argparse.Namespace, config: ShardingConfig, default: str) -> tuple[tuple[int, ...], Any]:
-    """The sizes of the mesh, and the names of its dims, if the config has some."""
+def mesh_of(options: argparse.Namespace, config: ShardingConfig, default: str) -> tuple[int, ...]:
+    """The sizes of the mesh."""
     if options.mesh is not None:
-        shape = mesh_shape_of(options.mesh)
-        return shape, config.mesh_dim_names if config.mesh_shape and len(config.mesh_shape) == len(shape) else None
+        return mesh_shape_of(options.mesh)
     if config.mesh_shape is None:
-        return mesh_shape_of(default), None
+        return mesh_shape_of(default)
     if -1 in config.mesh_shape:
         raise FSDPValueError(
             f"mesh_shape={config.mesh_shape} of the config depends on the number of ranks: say it, --mesh 4x8."
         )
-    return config.mesh_shape, config.mesh_dim_names
+    return config.mesh_shape
 
 
 def without_mesh(config: ShardingConfig) -> ShardingConfig:
     """The config, to be used on a mesh that is there."""
-    return dataclasses.replace(config, mesh_shape=None, mesh_dim_names=None, device_type=None)
+    return dataclasses.replace(config, mesh_shape=None, device_type=None)
 
 
 def blocks_that_are_cut(model: nn.Module, config: ShardingConfig) -> str:
