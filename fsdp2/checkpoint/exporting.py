@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -75,35 +74,35 @@ def export(
         CheckpointError: as of `save_safetensors`.
     """
     error: Exception | None = None
-    with ExitStack() as stack:
-        try:
-            files.library()
-            refuse_existing(folder)
-            opened = stack.enter_context(Opened(path))
-            contents, names = _chosen(opened, path, dtype, rename)
-        except Exception as raised:  # whatever it is, other ranks are told
-            error = raised
-        agree(ranks, error, [] if error is not None else [str(contents)], "save_safetensors()")
-        failures: list[Exception] = []
 
-        def whole(wanted: Sequence[str], writer: int) -> Iterator[tuple[str, torch.Tensor]]:
-            if writer == ranks.numbers[ranks.rank] and not failures:
-                for each in wanted:
-                    try:
-                        found = opened.read(names[each])
-                    except Exception as raised:  # as above
-                        failures.append(raised)
-                        return
-                    yield each, found.to(dtype) if dtype is not None and found.is_floating_point() else found
+    try:
+        files.library()
+        refuse_existing(folder)
+        opened = Opened(path)
+        contents, names = _chosen(opened, path, dtype, rename)
+    except Exception as raised:  # whatever it is, other ranks are told
+        error = raised
+    agree(ranks, error, [] if error is not None else [str(contents)], "save_safetensors()")
+    failures: list[Exception] = []
 
-        write_folder(
-            contents,
-            whole,
-            folder,
-            max_file_bytes=max_file_bytes,
-            ranks=ranks,
-            failed=lambda: failures[0] if failures else None,
-        )
+    def whole(wanted: Sequence[str], writer: int) -> Iterator[tuple[str, torch.Tensor]]:
+        if writer == ranks.numbers[ranks.rank] and not failures:
+            for each in wanted:
+                try:
+                    found = opened.read(names[each])
+                except Exception as raised:  # as above
+                    failures.append(raised)
+                    return
+                yield each, found.to(dtype) if dtype is not None and found.is_floating_point() else found
+
+    write_folder(
+        contents,
+        whole,
+        folder,
+        max_file_bytes=max_file_bytes,
+        ranks=ranks,
+        failed=lambda: failures[0] if failures else None,
+    )
     return len(contents)
 
 

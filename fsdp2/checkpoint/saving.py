@@ -270,9 +270,8 @@ class Save:
             for result, crcs in zip(part.results, part.crcs, strict=True):
                 name, info = result.index.fqn, result.storage_data
                 offsets = tuple(result.index.offset or ())
-                crc = {record: manifest.crc_text(value) for record, value in crcs.items()}
                 of_item = (info.relative_path, info.offset, info.length, offsets, sizes.get((name, offsets), ()))
-                items.setdefault(name, []).append(Item(*of_item, crc))
+                items.setdefault(name, []).append(Item(*of_item, crcs))
         entries = {}
         for name, found in metadata.state_dict_metadata.items():
             of_entry = tuple(sorted(items.get(name, ()), key=lambda item: item.offsets))

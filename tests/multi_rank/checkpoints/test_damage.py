@@ -106,7 +106,7 @@ DAMAGES: dict[str, tuple[Any, type[CheckpointError], str, str]] = {
     "a bit of a tensor": (
         flip_tensor,
         CheckpointDamaged,
-        r"is damaged: __0_0\.distcp, 'model\.blocks\.0\.up\.weight': its checksum is [0-9a-f]{8}, and was [0-9a-f]{8}",
+        r"is damaged: __0_0\.distcp, 'model\.blocks\.0\.up\.weight': its checksum is another than was written",
         ONLY_READING,
     ),
     "a bit of an optimizer's state": (
@@ -207,7 +207,7 @@ def flip_everywhere(folder: Path) -> None:
     right = snapshot(run)
     for path in sorted(folder.glob("__*")):
         whole = path.read_bytes()
-        for at in range(0, len(whole), 37):
+        for at in range(0, len(whole), 97):
             flip(path, at)
             try:
                 load(folder, run.model, run.optimizer)
