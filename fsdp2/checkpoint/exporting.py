@@ -39,7 +39,7 @@ def save_safetensors(
     not at all. Tied weights are written once.
 
     Collective: all ranks must call it, with equal arguments, outside of forward and backward. The peak of memory beside
-    the shards is one file and one parameter, on each rank.
+    the shards is one file, and two and a half times the largest parameter, on each rank.
 
     Args:
         model: a module, sharded or not; or the folder of a checkpoint, of which one process may do it alone.
