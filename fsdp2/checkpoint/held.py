@@ -10,8 +10,7 @@ import difflib
 import pickle
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from fsdp2 import _torch
 from fsdp2.checkpoint.names import names_of
-from fsdp2.checkpoint.ranks import Ranks, ranks_of, who_has
+from fsdp2.checkpoint.ranks import Ranks, group_of, ranks_of, who_has
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.mesh import device_of
 from fsdp2.core.param import FSDPParam, fsdp_param_of, is_subclass
@@ -131,10 +130,6 @@ def refuse_unreadable(held: Iterable[Held], caller: str, *, meta: bool) -> None:
         )
 
 
-_MADE: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
-"""Groups of some of the ranks, by that of all. Kept: torch cannot make one of the same ranks again."""
-
-
 def company_of(held: Iterable[Held]) -> tuple[dist.ProcessGroup | None, Ranks]:
     """The ranks that hold the model together: all there are, or those of its meshes. None and one rank without a group.
 
@@ -149,16 +144,7 @@ def company_of(held: Iterable[Held]) -> tuple[dist.ProcessGroup | None, Ranks]:
     if members and len(members) < group.size():
         lines = (mesh.get_group() for mesh in meshes if mesh.ndim == 1)
         known = next((each for each in lines if tuple(sorted(dist.get_process_group_ranks(each))) == members), None)
-        made = _MADE.setdefault(group, {})
-        if known is None and members not in made:
-            # What NCCL splits off the group of all ranks, all ranks would have to make.
-            is_fake = _torch.backend_name(group, torch.device("cpu")) == "fake"
-            backend = "gloo" if dist.is_gloo_available() and not is_fake else None
-            found = dist.new_group(
-                members, backend=backend, use_local_synchronization=True, group_desc="fsdp2.checkpoint"
-            )
-            made[members] = cast(dist.ProcessGroup, found)  # this rank is one of them
-        group = made[members] if known is None else known
+        group = group_of(members, "fsdp2.checkpoint") if known is None else known
     return group, ranks_of(group)
 
 

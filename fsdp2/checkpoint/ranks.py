@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import pickle
-import time
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed.constants import default_pg_timeout
 
 from fsdp2 import _torch
 from fsdp2.checkpoint.errors import CheckpointError
@@ -100,20 +98,8 @@ class InBackground(Ranks):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.numbers = dist.get_process_group_ranks(group)
-        self.rank, self.size = dist.get_rank(group), group.size()
-
-    @abstractmethod
-    def close(self) -> None:
-        """The thread has ended: give back what there is of it."""
-
-
-class OfEveryRank(InBackground):
-    """All ranks that there are, by a process group of their own."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        made = dist.new_group(backend="gloo", group_desc="fsdp2.checkpoint")
-        self._own = cast(dist.ProcessGroup, made)  # this rank is one of them
-        super().__init__(self._own)
+        self._own = group_of(tuple(self.numbers), "fsdp2.checkpoint, in the background")
+        self.rank, self.size = dist.get_rank(self._own), self._own.size()
 
     def all_gather(self, value: Any, what: str) -> list[Any]:
         """torch.distributed's own way, for as long as the group's timeout lets it; its error names who is gone."""
@@ -126,78 +112,23 @@ class OfEveryRank(InBackground):
             raise RuntimeError(f"{who}, and do not come to {what}: see what they said.") from error
         return found
 
-    def close(self) -> None:
-        """Destroy the group."""
-        if dist.is_initialized() and _torch.knows_group(self._own):
-            dist.destroy_process_group(self._own)
+
+_MADE: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], str], dist.ProcessGroup]] = WeakKeyDictionary()
+"""Groups of some of the ranks, by that of all. Kept: torch cannot make one of the same ranks again."""
 
 
-_POLLED_EVERY, _ASKED_EVERY = 0.02, 2.0
-"""Seconds."""
-
-_LOST = "lost"
-"""The key of what is said once ranks do not meet any more."""
-
-
-class OfSomeRanks(InBackground):
-    """Some of the ranks, through the store that all have: a process group would have to be made by all ranks together.
-
-    What is exchanged are plans and outcomes, once or twice in a save. A key is looked for, not waited for, as others
-    use the store meanwhile.
-    """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(group)
-        # Keys that nobody has had: the store may be older than the process groups, and has what was left in it.
-        drawn = Watched(group).all_gather(uuid.uuid4().hex, "the key of saves in the background")[0]
-        self._store: Any = _torch.shared_store(f"fsdp2.checkpoint/{drawn}")[0]
-        self._round = 0
-
-    def all_gather(self, value: Any, what: str) -> list[Any]:
-        """For as long as the default timeout of process groups lets it, and as the ranks that are missing live.
-
-        Raises:
-            RuntimeError: a rank has not come, or the default process group was destroyed meanwhile; from then on for
-                all ranks, as they are not at the same exchange any more.
-        """
-        self._refuse_lost()
-        number, self._round = self._round, self._round + 1
-        self._store.set(f"{number}/{self.rank}", pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
-        keys = [f"{number}/{rank}" for rank in range(self.size)]
-        began = asked = time.monotonic()
-        while not self._store.check(keys):
-            now = time.monotonic()
-            if now - asked > _ASKED_EVERY or not dist.is_initialized():
-                asked = now
-                self._refuse_missing(keys, what, is_late=now - began > default_pg_timeout.total_seconds())
-            time.sleep(_POLLED_EVERY)
-        self._refuse_lost()  # as by ranks that waited for this one, and have gone on without it
-        found = [pickle.loads(self._store.get(key)) for key in keys]
-        if number > 1:  # all have come to the round before this one, so that nobody reads what came before that
-            self._store.delete_key(f"{number - 2}/{self.rank}")
-        return found
-
-    def _refuse_lost(self) -> None:
-        if self._store.check([_LOST]):
-            raise RuntimeError(self._store.get(_LOST).decode())
-
-    def _refuse_missing(self, keys: Sequence[str], what: str, *, is_late: bool) -> None:
-        self._refuse_lost()
-        missing = [self.numbers[rank] for rank, key in enumerate(keys) if not self._store.check([key])]
-        gone = gone_among(missing)
-        if gone or is_late or not dist.is_initialized():
-            why = f", as the processes of {gone} are gone" if gone else ""
-            self._store.set(_LOST, f"ranks {missing} have not come to {what}{why}.")
-            raise RuntimeError(self._store.get(_LOST).decode())
-
-    def close(self) -> None:
-        """Nothing: what lies in the store are two small values of each rank."""
-
-
-def in_background(group: dist.ProcessGroup) -> InBackground:
-    """The ranks of ``group``, for a thread. Collective over them, in the thread that trains."""
-    is_everyone = group.size() == dist.get_world_size()
-    return OfEveryRank(group) if is_everyone else OfSomeRanks(group)
+def group_of(members: tuple[int, ...], purpose: str) -> dist.ProcessGroup:
+    """A process group of these ranks for one purpose. Collective over them, the first time."""
+    everyone = dist.group.WORLD
+    assert everyone is not None, "it is initialized"
+    made = _MADE.setdefault(everyone, {})
+    if (members, purpose) not in made:
+        # What NCCL splits off the group of all ranks, all ranks would have to make.
+        is_fake = _torch.backend_name(everyone, torch.device("cpu")) == "fake"
+        backend = "gloo" if dist.is_gloo_available() and not is_fake else None
+        found = dist.new_group(list(members), backend=backend, use_local_synchronization=True, group_desc=purpose)
+        made[members, purpose] = cast(dist.ProcessGroup, found)  # this rank is one of them
+    return made[members, purpose]
 
 
 def who_has(failure: object, found: Sequence[object], numbers: Sequence[int]) -> str:
