@@ -13,10 +13,10 @@ import torch
 
 from fsdp2.checkpoint.contents import STATE
 from fsdp2.checkpoint.errors import CheckpointError, CheckpointIncomplete
-from fsdp2.checkpoint.exporting import MAX_FILE_BYTES, export
 from fsdp2.checkpoint.folders import leftovers, name_of, old_in, remove, steps_in
 from fsdp2.checkpoint.inspection import Opened, Tensor, differences
 from fsdp2.checkpoint.ranks import Alone
+from fsdp2.checkpoint.safetensors_files import MAX_FILE_BYTES, export
 from fsdp2.checkpoint.source import METADATA
 from fsdp2.errors import FSDPError
 

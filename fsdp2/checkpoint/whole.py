@@ -58,6 +58,11 @@ class Offered(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def nbytes(self) -> int:
+        """Of the whole."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wanted:
