@@ -72,8 +72,8 @@ class Opened:
                 continue
             meta = cast(TensorStorageMetadata, self.source.metadata.state_dict_metadata[name])
             original = self.source.original[name]
-            entry = None if manifest is None else manifest.entries.get(original)
-            placement, same_as = ("", "") if entry is None else (entry.placement, entry.same_as)
+            entry = {} if manifest is None else manifest.entries.get(original, {})
+            placement, same_as = entry.get("placement", ""), entry.get("same_as", "")
             found[name] = Tensor(original, tuple(meta.size), meta.properties.dtype, placement, same_as)
         return found
 

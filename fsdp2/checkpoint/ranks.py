@@ -136,22 +136,15 @@ def who_has(failure: object, found: Sequence[object], numbers: Sequence[int]) ->
 
     An error is the same on all ranks, so it has to say who it is of; but not where that is everybody.
 
-    Args:
-        failure: one of ``found``.
-        found: for each rank.
-        numbers: of the ranks.
-
     >>> who_has("full", ["full", "", "full"], [0, 1, 2]), who_has("full", ["", "full"], [4, 5])
     ('ranks 0 and 2', 'rank 5')
     """
-    ours = [number for number, each in zip(numbers, found, strict=True) if each == failure]
-    if len(ours) == len(found):
+    *ours, last = (str(number) for number, each in zip(numbers, found, strict=True) if each == failure)
+    if len(ours) + 1 == len(found):
         return ""
-    if len(ours) == 1:
-        return f"rank {ours[0]}"
-    if len(ours) > _SHOWN:
-        return f"ranks {', '.join(map(str, ours[:_SHOWN]))} and {len(ours) - _SHOWN} more"
-    return f"ranks {', '.join(map(str, ours[:-1]))} and {ours[-1]}"
+    if len(ours) >= _SHOWN:
+        return f"ranks {', '.join(ours[:_SHOWN])} and {len(ours) + 1 - _SHOWN} more"
+    return f"ranks {', '.join(ours)} and {last}" if ours else f"rank {last}"
 
 
 _SHOWN = 8

@@ -35,7 +35,7 @@ from fsdp2.checkpoint.copies import Samples, refusal_of_copies, samples_of
 from fsdp2.checkpoint.errors import CheckpointError, SaveFailed
 from fsdp2.checkpoint.folders import flush, text_of, time_after_all
 from fsdp2.checkpoint.held import held_by
-from fsdp2.checkpoint.manifest import Entry, Item, Manifest
+from fsdp2.checkpoint.manifest import Manifest
 from fsdp2.checkpoint.optimizers import CLASS, NAMES, Optimizers
 from fsdp2.checkpoint.ranks import Ranks, ranks_of, who_has
 from fsdp2.checkpoint.rules import OPTIMIZER_RULE, PATH_RULE, STEP_RULE, VALUES_RULE
@@ -257,30 +257,26 @@ class Save:
 
     def _manifest(self, metadata: Metadata, parts: list[Part]) -> Manifest:
         placements, mesh = _placements(self._planner.state_dict)
-        items: dict[str, list[Item]] = {}
+        items: dict[str, list[dict[str, Any]]] = {}
         files: dict[str, int] = {}
-        sizes = {
-            (name, tuple(chunk.offsets)): tuple(chunk.sizes)
-            for name, found in metadata.state_dict_metadata.items()
-            if isinstance(found, TensorStorageMetadata)
-            for chunk in found.chunks
-        }
+        tensors = {n: m for n, m in metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
+        sizes = {(n, tuple(chunk.offsets)): tuple(chunk.sizes) for n, m in tensors.items() for chunk in m.chunks}
         for part in parts:
             files |= part.files
             for result, crcs in zip(part.results, part.crcs, strict=True):
-                name, info = result.index.fqn, result.storage_data
-                offsets = tuple(result.index.offset or ())
-                of_item = (info.relative_path, info.offset, info.length, offsets, sizes.get((name, offsets), ()))
-                items.setdefault(name, []).append(Item(*of_item, crcs))
-        entries = {}
-        for name, found in metadata.state_dict_metadata.items():
-            of_entry = tuple(sorted(items.get(name, ()), key=lambda item: item.offsets))
-            if isinstance(found, TensorStorageMetadata):
-                dtype = str(found.properties.dtype).removeprefix("torch.")
-                placement, first = placements.get(name, ""), self._aliases.get(name, "")
-                entries[name] = Entry(tuple(found.size), dtype, placement, first, of_entry)
-            else:
-                entries[name] = Entry(None, items=of_entry)
+                info, offsets = result.storage_data, tuple(result.index.offset or ())
+                item = {"file": info.relative_path, "start": info.offset, "nbytes": info.length, "offsets": offsets}
+                item |= {"sizes": sizes.get((result.index.fqn, offsets), ()), "crc32": crcs}
+                items.setdefault(result.index.fqn, []).append(item)
+        entries: dict[str, dict[str, Any]] = {}
+        for name in metadata.state_dict_metadata:
+            entry: dict[str, Any] = {"items": sorted(items.get(name, ()), key=lambda item: item["offsets"])}
+            if name in tensors:
+                entry |= {"dtype": str(tensors[name].properties.dtype).removeprefix("torch.")}
+                entry |= {"placement": placements.get(name, ""), "same_as": self._aliases.get(name, "")}
+            entries[name] = {key: value for key, value in entry.items() if value}
+            if name in tensors:
+                entries[name]["shape"] = tuple(tensors[name].size)
         data = (self.folder / ".metadata").read_bytes()
         files[".metadata"] = len(data)
         now = text_of(datetime.now(timezone.utc))
