@@ -13,7 +13,6 @@ import fnmatch
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
@@ -25,7 +24,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.tensor import DTensor
 
 from fsdp2.arguments import checked
-from fsdp2.checkpoint import errors
 from fsdp2.checkpoint.blocked import block, unblock
 from fsdp2.checkpoint.comparing import RENAME, Difference, hint_of_names, of_all_ranks, table
 from fsdp2.checkpoint.contents import (
@@ -44,7 +42,7 @@ from fsdp2.checkpoint.contents import (
 from fsdp2.checkpoint.errors import CheckpointError, CheckpointMismatch
 from fsdp2.checkpoint.held import held_by, materialize, note_written
 from fsdp2.checkpoint.optimizers import CLASS, NAMES, Optimizers, groups_that_match, nested, shortened
-from fsdp2.checkpoint.ranks import Ranks, ranks_of, who_has
+from fsdp2.checkpoint.ranks import Ranks, agree, ranks_of
 from fsdp2.checkpoint.reading import Reader
 from fsdp2.checkpoint.report import LoadReport
 from fsdp2.checkpoint.rules import ONLY_RULE, OPTIMIZER_RULE, PATH_RULE, RENAME_RULE, VALUES_RULE
@@ -141,13 +139,6 @@ def load(
     return Load(Path(path).absolute(), ranks, options).run(lambda: Contents(model, optimizer, shared, per_rank), model)
 
 
-class _Failure(NamedTuple):
-    """What went wrong on a rank."""
-
-    kind: str
-    text: str
-
-
 class _Wanted(NamedTuple):
     """What is to be read.
 
@@ -198,14 +189,17 @@ class Load:
             return self._run(collect, model)
 
     def _run(self, collect: Callable[[], Contents], model: nn.Module) -> LoadReport:
-        failure = self._attempt(lambda: self._compare(collect))
-        self._agree(failure)
+        error = self._attempt(lambda: self._compare(collect))
+        found = self._together(error, [] if error is not None else self._asked(), self._differences)
+        differences = of_all_ranks(found)
+        if differences:
+            raise CheckpointMismatch(table(f"the checkpoint {self._path}", differences))
         if self._options.verify == "first":
-            self._refuse(self._exchange(self._attempt(self._verify_files), "its checksums"))
+            self._together(self._attempt(self._verify_files))
         try:
             reader = Reader(self._source, sums=self._options.verify == "reading")
             self._finish_reading(reader, self._attempt(lambda: self._read(reader)))
-            self._refuse(self._exchange(self._attempt(self._hand_over), "the end of the load"))
+            self._together(self._attempt(self._hand_over))
         except BaseException as error:  # of the keyboard, too
             block(model, error)
             raise
@@ -214,43 +208,23 @@ class Load:
 
     # -- what ranks tell each other
 
-    def _attempt(self, action: Callable[[], Any]) -> _Failure | None:
+    def _attempt(self, action: Callable[[], Any]) -> CheckpointError | None:
         try:
             action()
         except CheckpointError as error:
-            return _Failure(type(error).__name__, str(error))
+            return error
         except Exception as error:  # every rank is told, and raises it
-            text = f"the checkpoint {self._path} was not loaded: {type(error).__name__}: {error}"
-            return _Failure("CheckpointError", text)
+            return CheckpointError(f"the checkpoint {self._path} was not loaded: {type(error).__name__}: {error}")
         return None
 
-    def _exchange(self, value: Any, what: str) -> list[Any]:
+    def _together(self, error: Exception | None, lines: Sequence[str] = (), own: Any = None) -> list[Any]:
+        """`agree`; whatever speaks against that is an error of this package."""
         try:
-            return self._ranks.all_gather(value, f"{what} of the checkpoint {self._path.name}")
-        except RuntimeError as error:
-            raise CheckpointError(f"the checkpoint {self._path} was not loaded: {error}") from error
-
-    def _refuse(self, failures: Sequence[_Failure | None]) -> None:
-        for failure in failures:
-            if failure is not None:
-                who = who_has(failure, failures, self._ranks.numbers)
-                kind = getattr(errors, failure.kind, CheckpointError)
-                raise kind(f"{failure.text} (found on {who}, raised on all)" if who else failure.text)
-
-    def _agree(self, failure: _Failure | None) -> None:
-        asked = [] if failure is not None else self._asked()
-        found = self._exchange((failure, self._differences, asked), "what is compared")
-        self._refuse([each for each, _, _ in found])
-        for rank, (_, _, theirs) in enumerate(found):
-            if theirs != found[0][2]:
-                differ = [f"{a} and {b}" for a, b in zip_longest(found[0][2], theirs) if a != b]
-                raise CheckpointError(
-                    f"the checkpoint {self._path} was not loaded: the ranks {self._ranks.numbers[0]} and "
-                    f"{self._ranks.numbers[rank]} ask for different things: {'; '.join(differ[:5])}."
-                )
-        differences = of_all_ranks(each for _, each, _ in found)
-        if differences:
-            raise CheckpointMismatch(table(f"the checkpoint {self._path}", differences))
+            return agree(self._ranks, error, lines, f"the load of {self._path.name}", own)
+        except CheckpointError:
+            raise
+        except RuntimeError as failure:
+            raise CheckpointError(f"the checkpoint {self._path} was not loaded: {failure}") from failure
 
     def _asked(self) -> list[str]:
         """What must be the same on all ranks."""
@@ -489,20 +463,19 @@ class Load:
                 into |= value.places
         reader.read(into)
 
-    def _finish_reading(self, reader: Reader, failure: _Failure | None) -> None:
+    def _finish_reading(self, reader: Reader, error: Exception | None) -> None:
         """Tell each other what was read.
 
         Raises:
             CheckpointDamaged: a rank has found damage; on every rank.
         """
-        copies = set() if failure is not None else self._contents.copies.intersection(self._wanted.tensors.values())
+        copies = set() if error is not None else self._contents.copies.intersection(self._wanted.tensors.values())
         without_sums = self._without_sums | reader.without_sums
-        found = self._exchange((failure, reader.bytes_read + self._bytes_read, copies, without_sums), "what was read")
-        self._refuse([each for each, *_ in found])
-        self._copies = set().union(*(of_rank for *_, of_rank, _ in found))
+        found = self._together(error, [], (reader.bytes_read + self._bytes_read, copies, without_sums))
+        self._copies = set().union(*(of_rank for _, of_rank, _ in found))
         without_sums = without_sums.union(*(of_rank for *_, of_rank in found))
         self._unverified |= {name for key, name in self._wanted.tensors.items() if key in without_sums}
-        self._bytes_read = sum(nbytes for _, nbytes, *_ in found)
+        self._bytes_read = sum(nbytes for nbytes, *_ in found)
 
     # -- hand over
 

@@ -7,6 +7,7 @@ that never come, or are gone, on all ranks. A background thread has a process gr
 from __future__ import annotations
 
 import ctypes
+import difflib
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -19,7 +20,9 @@ import torch.distributed as dist
 from fsdp2 import _torch
 from fsdp2.checkpoint.errors import CheckpointError
 from fsdp2.core.places import label, raise_if_stopped
+from fsdp2.core.plan import fingerprint
 from fsdp2.core.transport import of_backend
+from fsdp2.errors import FSDPRuntimeError
 from fsdp2.features.broadcast_parameters import device_that_travels
 from fsdp2.features.watchdog.public import gone_among
 
@@ -147,7 +150,51 @@ def who_has(failure: object, found: Sequence[object], numbers: Sequence[int]) ->
     return f"ranks {', '.join(ours)} and {last}" if ours else f"rank {last}"
 
 
-_SHOWN = 8
+_SHOWN, _LINES = 8, 40
+"""Ranks, and lines of a difference."""
+
+
+def agree(ranks: Ranks, error: Exception | None, lines: Sequence[str], caller: str, own: Any = None) -> list[Any]:
+    """Go on only if no rank has an ``error``, and all would do the same, which ``lines`` describe. Collective.
+
+    Returns:
+        What each rank has of its ``own``.
+
+    Raises:
+        FSDPError: the first rank's error, of the same class and text on all; or the ranks differ.
+    """
+    failure = None if error is None else _sent(error)
+    found = ranks.all_gather((failure, fingerprint("\n".join(lines)), own), f"what {caller} is to do")
+    if any(each is not None for each, _, _ in found):
+        failures = [each for each, _, _ in found]
+        first = next(each for each in failures if each is not None)
+        who = who_has(first, failures, ranks.numbers)
+        raise _made(first[0], f"{who}: {first[1]}" if who else first[1]) from error
+    if len({each for _, each, _ in found}) == 1:
+        return [each for _, _, each in found]
+    everyone = ranks.all_gather(list(lines), f"how the ranks differ in what {caller} is to do")
+    other = next(place for place, each in enumerate(everyone) if each != everyone[0])
+    ours, theirs = (f"rank {ranks.numbers[place]}" for place in (0, other))
+    difference = difflib.unified_diff(everyone[0], everyone[other], ours, theirs, lineterm="", n=1)
+    shown = "\n".join(list(difference)[:_LINES])
+    raise FSDPRuntimeError(f"the ranks differ in what {caller} is to do. Difference:\n{shown}")
+
+
+def _sent(error: Exception) -> tuple[type[Exception], str]:
+    """What other ranks make it of: of a class that they cannot know, one of ours that names it."""
+    try:
+        pickle.dumps(type(error))
+    except Exception:
+        return FSDPRuntimeError, f"{type(error).__name__}: {error}"
+    return type(error), str(error)
+
+
+def _made(kind: type[Exception], text: str) -> Exception:
+    """An error of a rank's, on another; of classes that take more than a text, one of ours that names them."""
+    try:
+        return kind(text)
+    except TypeError:
+        return FSDPRuntimeError(f"{kind.__name__}: {text}")
 
 
 def ranks_of(process_group: dist.ProcessGroup | None) -> Ranks:

@@ -183,13 +183,10 @@ class Checkpoints:
         save = Save(self._run / name_of(step), ranks, replaces=True)
         copy = None if staging is None else staging.copy
         with torch.inference_mode(False):
-            failure = save.attempt(lambda: save.collect(self._collect(), step, copy))
+            error = save.attempt(lambda: save.collect(self._collect(), step, copy))
 
         def go_on() -> None:
-            cause = failure
-            if ranks.rank == 0 and not failure:
-                cause = save.attempt(lambda: clean(self._run))
-            save.write(cause)
+            save.write(error or (save.attempt(lambda: clean(self._run)) if ranks.rank == 0 else None))
             if ranks.rank == 0:
                 self._remove_old(step)
 

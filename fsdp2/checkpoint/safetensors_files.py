@@ -24,10 +24,10 @@ from fsdp2.checkpoint.contents import MODEL
 from fsdp2.checkpoint.copies import agree_on_copies
 from fsdp2.checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointIncomplete, SaveFailed
 from fsdp2.checkpoint.folders import flush
-from fsdp2.checkpoint.held import agree, company_of, held_by, refuse_unreadable, settle
+from fsdp2.checkpoint.held import company_of, held_by, refuse_unreadable, settle
 from fsdp2.checkpoint.inspection import Opened
 from fsdp2.checkpoint.iterating import refuse_dtype, travelling
-from fsdp2.checkpoint.ranks import Ranks, ranks_of
+from fsdp2.checkpoint.ranks import Ranks, agree, ranks_of
 from fsdp2.checkpoint.report import LoadReport
 from fsdp2.checkpoint.rules import BYTES_RULE, PATH_RULE
 from fsdp2.checkpoint.whole import Offered, Source, Wanted, load_from

@@ -24,7 +24,6 @@ from fsdp2.checkpoint.comparing import Difference, table
 from fsdp2.checkpoint.errors import CheckpointMismatch
 from fsdp2.checkpoint.held import (
     Held,
-    agree,
     company_of,
     held_by,
     materialize,
@@ -33,7 +32,7 @@ from fsdp2.checkpoint.held import (
     settle,
     shape_text,
 )
-from fsdp2.checkpoint.ranks import Ranks
+from fsdp2.checkpoint.ranks import Ranks, agree
 from fsdp2.checkpoint.report import LoadReport
 from fsdp2.checkpoint.rules import BYTES_RULE, RENAME_RULE, is_int
 from fsdp2.checkpoint.source import Rename, renamed

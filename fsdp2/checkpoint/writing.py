@@ -25,7 +25,6 @@ from fsdp2.checkpoint.contents import is_of_rank_0, is_per_rank
 from fsdp2.checkpoint.errors import CheckpointError
 from fsdp2.checkpoint.names import Names
 from fsdp2.checkpoint.reading import Item, checksums_of
-from fsdp2.core.plan import fingerprint
 
 
 class Pickled(io.BytesIO):
@@ -59,14 +58,9 @@ class Planner(DefaultSavePlanner):
         self.state_dict: dict[str, Any] = flat if copy is None else copy(flat)
         self.is_coordinator = self._rank == 0
 
-    def description(self) -> int:
-        """A fingerprint of what must be the same on all ranks."""
-        lines = [f"{key} {_described(value)}" for key, value in self.state_dict.items() if not is_per_rank(key)]
-        return fingerprint("\n".join(sorted(lines)))
-
     def lines(self) -> list[str]:
-        """The same, for people."""
-        return sorted(f"{key} {_described(value)}" for key, value in self.state_dict.items())
+        """What must be the same on all ranks."""
+        return sorted(f"{key} {_described(value)}" for key, value in self.state_dict.items() if not is_per_rank(key))
 
     def create_local_plan(self) -> SavePlan:
         """Of what this rank has, that which it may have to write."""

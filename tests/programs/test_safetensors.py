@@ -366,7 +366,7 @@ def test_a_rank_without_memory_is_told_of_by_all(tmp_path: Path) -> None:
 def test_an_unwritable_place_and_ranks_that_differ(tmp_path: Path) -> None:
     model = shard(build(), "zero3")
     (tmp_path / "file").write_text("")
-    with pytest.raises(SaveFailed, match="rank 0: save_safetensors.* failed"):
+    with pytest.raises(SaveFailed, match=r"rank 0: save_safetensors.* failed"):
         save_safetensors(model, tmp_path / "file" / "model")
     with pytest.raises(FSDPRuntimeError, match="the ranks differ"):
         save_safetensors(model, tmp_path / "model", max_file_bytes=1000 + dist.get_rank())

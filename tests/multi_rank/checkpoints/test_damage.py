@@ -336,7 +336,7 @@ def dies_of_a_part(folder: Path) -> None:
         for step in (2, 3):
             began = time.monotonic()
             checkpoints.save(step, asynchronous=True)
-            with pytest.raises(SaveFailed, match="gone.* and do not come to") as raised:
+            with pytest.raises(SaveFailed, match=r"gone.* and do not come to") as raised:
                 checkpoints.wait()
             assert time.monotonic() - began < 15
         assert [each.name for each in folder.glob("step*")] == ["step-00000001"]

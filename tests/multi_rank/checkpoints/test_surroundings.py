@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 import fsdp2
-from fsdp2.checkpoint import Checkpoints, SaveFailed, load, save
+from fsdp2.checkpoint import CheckpointError, Checkpoints, SaveFailed, load, save
 from fsdp2.checkpoint.contents import with_live_tensors
 from fsdp2.checkpoint.inspection import Opened
 from fsdp2.checkpoint.optimizers import class_of
@@ -111,7 +111,7 @@ def test_a_save_whose_wait_is_interrupted_is_waited_for_again(kind: type[BaseExc
     """What raises there is of the program, and the memory that is written from stays as it is until it is written."""
     model, may_write, write = build(), threading.Event(), Save.write
 
-    def slowly(save: Save, failure: str) -> None:
+    def slowly(save: Save, failure: CheckpointError | None) -> None:
         assert may_write.wait(60)
         write(save, failure)
 
@@ -140,7 +140,7 @@ def test_a_save_whose_wait_is_interrupted_is_waited_for_again(kind: type[BaseExc
 
 @multi_rank(1)
 def test_an_error_of_the_thread_comes_once(tmp_path: Path) -> None:
-    def write(save: Save, failure: str) -> None:
+    def write(save: Save, failure: CheckpointError | None) -> None:
         raise ValueError("odd")
 
     with pytest.MonkeyPatch.context() as patch:

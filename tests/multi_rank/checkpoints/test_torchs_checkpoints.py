@@ -212,7 +212,7 @@ def test_ranks_read_the_parts_that_their_rows_lie_in(tmp_path: Path) -> None:
     assert sum(each for _, each in found) == WHOLE and {read for read, _ in found} == {found[0][0]}
     assert found[0][0] <= 1.01 * WHOLE
     replicas = anew(4, loads_large, tmp_path, "1d", "hybrid")
-    assert replicas[0][0] <= 1.01 * sum(each for _, each in replicas)
+    assert replicas[0][0] <= 1.2 * sum(each for _, each in replicas)
 
 
 @pytest.mark.full
