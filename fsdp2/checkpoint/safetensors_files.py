@@ -452,15 +452,14 @@ def _write_folder(
 
     Args:
         contents: what is to be in the folder.
-        whole: gives these names' whole tensors to the rank (of all) ``writer``, and nothing to the others, which must
-            iterate as well.
+        whole: gives these names' whole tensors to the rank (of all) ``writer``; the others must iterate as well.
         folder: its parent is made if it is not there.
         max_file_bytes: of the tensors of one file.
         ranks: file number i is written by the i-th of them, and so on in turns.
         failures: why ``whole`` has given nothing, or not all, on this rank alone.
 
     Raises:
-        SaveFailed: a rank could not write, on all; what was written is removed.
+        SaveFailed: a rank could not write, on all.
     """
     files = files_for(contents, max_file_bytes)
     writing = folder.parent / f".{folder.name}.writing"
@@ -495,9 +494,8 @@ def _write_folder(
         if len(files) > 1:
             index = writing / f"model{_INDEX}"
             where = {name: file for file, names in files.items() for name in names}
-            size = sum(each.nbytes for each in contents.values())
-            text = json.dumps({"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}, indent=2)
-            index.write_text(text + "\n")
+            head = {"total_size": sum(each.nbytes for each in contents.values())}
+            index.write_text(json.dumps({"metadata": head, "weight_map": dict(sorted(where.items()))}, indent=2) + "\n")
             flush(index)
         flush(writing)
         refuse_existing(folder)  # else an empty folder that has come since would be replaced
