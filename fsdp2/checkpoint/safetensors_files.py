@@ -440,6 +440,14 @@ def files_for(contents: Mapping[str, Offered], max_file_bytes: int) -> dict[str,
     return {f"model-{number:05d}-of-{len(found):05d}{_SUFFIX}": names for number, names in enumerate(found, start=1)}
 
 
+def _index_of(files: Mapping[str, Sequence[str]], total_bytes: int) -> str:
+    where = {name: file for file, names in files.items() for name in names}
+    return (
+        json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(where.items()))}, indent=2)
+        + "\n"
+    )
+
+
 def _write_folder(
     contents: Mapping[str, Offered],
     whole: Callable[[Sequence[str], int], Iterator[tuple[str, torch.Tensor]]],
@@ -493,9 +501,7 @@ def _write_folder(
             return
         if len(files) > 1:
             index = writing / f"model{_INDEX}"
-            where = {name: file for file, names in files.items() for name in names}
-            head = {"total_size": sum(each.nbytes for each in contents.values())}
-            index.write_text(json.dumps({"metadata": head, "weight_map": dict(sorted(where.items()))}, indent=2) + "\n")
+            index.write_text(_index_of(files, sum(each.nbytes for each in contents.values())))
             flush(index)
         flush(writing)
         refuse_existing(folder)  # else an empty folder that has come since would be replaced
