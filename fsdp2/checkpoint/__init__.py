@@ -10,13 +10,12 @@ from fsdp2.checkpoint.errors import (
     CheckpointMismatch,
     SaveFailed,
 )
-from fsdp2.checkpoint.exporting import save_safetensors
 from fsdp2.checkpoint.iterating import iter_full_parameters
 from fsdp2.checkpoint.loading import load
 from fsdp2.checkpoint.random_state import RandomState
 from fsdp2.checkpoint.report import LoadReport
 from fsdp2.checkpoint.runs import Checkpoints
-from fsdp2.checkpoint.safetensors_files import load_safetensors
+from fsdp2.checkpoint.safetensors_files import load_safetensors, save_safetensors
 from fsdp2.checkpoint.saving import save
 from fsdp2.checkpoint.whole import load_full
 

@@ -1,95 +1,41 @@
-"""Which entries of a whole tensor a rank has, as boxes: [start, stop) of each dim. Pure, but for `boxes_here`."""
+"""Which entries of a whole tensor a rank has, as boxes: [start, stop) of each dim. Pure."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
-from fsdp2.core.sharding import ceil_div, row_range
-from fsdp2.ragged.dtensor import views_of
-from fsdp2.ragged.placement import BlockShard, Box, RaggedShard
-
-
-def boxes_of(
-    mesh_sizes: Sequence[int], placements: Sequence[Any], shape: Sequence[int], coordinate: Sequence[int]
-) -> tuple[Box, ...] | None:
-    """Which entries of a DTensor of ``shape`` lie at ``coordinate`` of a mesh; None if they are no boxes.
-
-    They follow each other in its local tensor. A worked example, two ranks: ``Shard(0)`` of (5, 3) has ((0, 3), (0, 3))
-    at 0, and ((3, 5), (0, 3)) at 1. (Rows of merged dims may be several boxes, or none.)
-    """
-    axis = next((axis for axis, each in enumerate(placements) if isinstance(each, BlockShard)), None)
-    if axis is None:
-        box = _box_of(mesh_sizes, placements, shape, coordinate)
-        return None if box is None else (box,)
-    outer = _box_of(mesh_sizes, [*placements[:axis], Replicate(), *placements[axis + 1 :]], shape, coordinate)
-    if outer is None:
-        return None
-    left = sizes_of(outer)  # by the other mesh dims, which cut first
-    rows = placements[axis].rows_of_ranks(left, mesh_sizes[axis])
-    start = sum(rows[: coordinate[axis]])
-    found = placements[axis].boxes(left, start, start + rows[coordinate[axis]])
-    return tuple(
-        tuple((first + start, first + stop) for (start, stop), (first, _) in zip(box, outer, strict=True))
-        for box in found
-    )
-
-
-def _box_of(
-    mesh_sizes: Sequence[int], placements: Sequence[Any], shape: Sequence[int], coordinate: Sequence[int]
-) -> Box | None:
-    box = [(0, size) for size in shape]
-    order: list[int] = []
-    for dim in reversed(
-        range(len(mesh_sizes))
-    ):  # mesh dims from the left to the right, but strided ones after all others
-        placement = placements[dim]
-        if placement.is_replicate():
-            continue
-        is_ragged = isinstance(placement, RaggedShard)
-        if not is_ragged and not _torch.is_shard(placement):
-            return None
-        same = [each for each in order if _cut_dim(placements[each]) == _cut_dim(placement)]
-        factor = getattr(placement, "split_factor", 1)
-        if factor == 1:
-            order.insert(0, dim)
-        elif factor == math.prod(mesh_sizes[each] for each in same):
-            order.append(dim)
-        else:
-            return None
-    for dim in order:
-        placement, place = placements[dim], coordinate[dim]
-        cut = _cut_dim(placement)
-        start, stop = box[cut]
-        if isinstance(placement, RaggedShard):
-            first = sum(placement.rows[:place])
-            box[cut] = (start + first, start + first + placement.rows[place])
-        else:
-            first, last = row_range(stop - start, ceil_div(stop - start, mesh_sizes[dim]), place)
-            box[cut] = (start + first, start + last)
-    return tuple(box)
-
-
-def _cut_dim(placement: Any) -> int:
-    return 0 if isinstance(placement, RaggedShard) else int(placement.dim)
+from fsdp2.core.sharding import contiguous_stride
+from fsdp2.plugs.parameters.whole_operators import chunk_of
+from fsdp2.ragged.dtensor import boxes_of, views_of
+from fsdp2.ragged.placement import Box, RowsPlacement
 
 
 def boxes_here(tensor: torch.Tensor) -> tuple[Box, ...] | None:
-    """Which entries of ``tensor`` this rank has: all, unless it is a DTensor. None if these are no boxes."""
+    """Which entries of ``tensor`` this rank has: all, unless it is a DTensor. None if these are no boxes.
+
+    They follow each other in its local tensor. A worked example, two ranks: ``Shard(0)`` of (5, 3) has ((0, 3), (0, 3))
+    on the first, and ((3, 5), (0, 3)) on the other. (Rows of merged dims may be several boxes, or none.)
+    """
     if not isinstance(tensor, DTensor):
         return (tuple((0, size) for size in tensor.shape),)
     spec, local = _torch.spec_of(tensor), _torch.local_of(tensor)
-    coordinate = spec.mesh.get_coordinate()
-    boxes = None if coordinate is None else boxes_of(spec.mesh.shape, spec.placements, tensor.shape, coordinate)
-    if boxes is None or sum(math.prod(sizes_of(box)) for box in boxes) != local.numel():
+    if spec.mesh.get_coordinate() is None:
         return None
-    is_merged = any(isinstance(each, BlockShard) for each in spec.placements)
-    return boxes if is_merged or sizes_of(boxes[0]) == tuple(local.shape) else None
+    if any(isinstance(each, RowsPlacement) for each in spec.placements):
+        return tuple(boxes_of(spec))
+    if any(not (each.is_replicate() or _torch.is_shard(each)) for each in spec.placements):
+        return None
+    part = chunk_of(torch.empty(tuple(tensor.shape), device="meta"), spec)
+    left, box = int(part.storage_offset()), list[tuple[int, int]]()
+    for size, stride in zip(part.shape, contiguous_stride(tensor.shape), strict=True):
+        start, left = divmod(left, stride) if part.numel() else (0, 0)
+        box.append((start, start + size))
+    return (tuple(box),) if part.shape == local.shape else None
 
 
 def entries(local: torch.Tensor, boxes: Sequence[Box], wanted: Box) -> Iterator[tuple[Box, torch.Tensor]]:

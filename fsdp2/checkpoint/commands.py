@@ -13,10 +13,10 @@ import torch
 
 from fsdp2.checkpoint.contents import STATE
 from fsdp2.checkpoint.errors import CheckpointError, CheckpointIncomplete
-from fsdp2.checkpoint.exporting import MAX_FILE_BYTES, export
 from fsdp2.checkpoint.folders import leftovers, name_of, old_in, remove, steps_in
 from fsdp2.checkpoint.inspection import Opened, Tensor, differences
 from fsdp2.checkpoint.ranks import Alone
+from fsdp2.checkpoint.safetensors_files import MAX_FILE_BYTES, export
 from fsdp2.checkpoint.source import METADATA
 from fsdp2.errors import FSDPError
 
@@ -81,8 +81,7 @@ def list_run(options: argparse.Namespace) -> int:
     found: list[dict[str, Any]] = []
     for step in steps:
         try:
-            with Opened(run / name_of(step)) as opened:
-                found.append(_listed(step, opened))
+            found.append(_listed(step, Opened(run / name_of(step))))
         except (CheckpointError, OSError) as error:
             found.append({**dict.fromkeys(("time", "ranks", "bytes")), "name": name_of(step), "step": step})
             found[-1]["error"] = str(error)
@@ -110,34 +109,34 @@ def _listed(step: int, opened: Opened) -> dict[str, Any]:
 
 def show(options: argparse.Namespace) -> int:
     """What is in a checkpoint."""
-    with Opened(options.path) as opened:
-        manifest, tensors = opened.source.manifest, opened.tensors()
-        states = [each for name, each in tensors.items() if name.startswith(f"{STATE}.")]
-        shown = {name: each for name, each in tensors.items() if options.all or not name.startswith(f"{STATE}.")}
-        values = {name: opened.value(name) for name in opened.values()} if options.all else {}
-        lines = [f"{options.path}"] if opened.step is None else [f"{options.path}", f"step {opened.step}"]
-        if manifest is not None:
-            versions = ", ".join(f"{name} {each}" for name, each in manifest.versions.items())
-            lines.append(f"saved {manifest.time} by {manifest.ranks} ranks, mesh {manifest.mesh or 'none'}, {versions}")
-        else:
-            lines.append("saved by torch.distributed.checkpoint")
-        lines += _table([["tensor", "shape", "dtype", "sharded", "size"], *map(_row, shown.values())])
-        if states and not options.all:
-            lines.append(f"and {len(states)} tensors of optimizer state, {_size(sum(each.nbytes for each in states))}")
-        hyperparameters = opened.hyperparameters()
-        lines += [f"{name} = {_shortened(value)}" for name, value in {**hyperparameters, **values}.items()]
-        data = {
-            "path": str(options.path),
-            "step": opened.step,
-            "time": None if manifest is None else manifest.time,
-            "ranks": None if manifest is None else manifest.ranks,
-            "mesh": None if manifest is None else manifest.mesh,
-            "versions": {} if manifest is None else dict(manifest.versions),
-            "tensors": [_tensor(each) for each in shown.values()],
-            "optimizer_state": {"tensors": len(states), "bytes": sum(each.nbytes for each in states)},
-            "hyperparameters": hyperparameters,
-            "values": values,
-        }
+    opened = Opened(options.path)
+    manifest, tensors = opened.source.manifest, opened.tensors()
+    states = [each for name, each in tensors.items() if name.startswith(f"{STATE}.")]
+    shown = {name: each for name, each in tensors.items() if options.all or not name.startswith(f"{STATE}.")}
+    values = {name: opened.value(name) for name in opened.values()} if options.all else {}
+    lines = [f"{options.path}"] if opened.step is None else [f"{options.path}", f"step {opened.step}"]
+    if manifest is not None:
+        versions = ", ".join(f"{name} {each}" for name, each in manifest.versions.items())
+        lines.append(f"saved {manifest.time} by {manifest.ranks} ranks, mesh {manifest.mesh or 'none'}, {versions}")
+    else:
+        lines.append("saved by torch.distributed.checkpoint")
+    lines += _table([["tensor", "shape", "dtype", "sharded", "size"], *map(_row, shown.values())])
+    if states and not options.all:
+        lines.append(f"and {len(states)} tensors of optimizer state, {_size(sum(each.nbytes for each in states))}")
+    hyperparameters = opened.hyperparameters()
+    lines += [f"{name} = {_shortened(value)}" for name, value in {**hyperparameters, **values}.items()]
+    data = {
+        "path": str(options.path),
+        "step": opened.step,
+        "time": None if manifest is None else manifest.time,
+        "ranks": None if manifest is None else manifest.ranks,
+        "mesh": None if manifest is None else manifest.mesh,
+        "versions": {} if manifest is None else dict(manifest.versions),
+        "tensors": [_tensor(each) for each in shown.values()],
+        "optimizer_state": {"tensors": len(states), "bytes": sum(each.nbytes for each in states)},
+        "hyperparameters": hyperparameters,
+        "values": values,
+    }
     _say(options, data, lines)
     return 0
 
@@ -162,12 +161,12 @@ def _tensor(each: Tensor) -> dict[str, Any]:
 def verify(options: argparse.Namespace) -> int:
     """Whether a checkpoint is what was written."""
     found = []
-    with Opened(options.path) as opened:
-        for line in opened.damages():
-            found.append(line)
-            _say_already(options, line)
-        items = len(opened.source.metadata.storage_data)
-        has_manifest = opened.source.manifest is not None
+    opened = Opened(options.path)
+    for line in opened.damages():
+        found.append(line)
+        _say_already(options, line)
+    items = len(opened.source.items())
+    has_manifest = opened.source.manifest is not None
     count = len(found)
     said = f"{count} of {items} items differ" if count else f"all {items} items are as they were written"
     lines = [] if has_manifest else ["it has no manifest: each file was compared with its own checksums alone"]
@@ -179,10 +178,10 @@ def verify(options: argparse.Namespace) -> int:
 def diff(options: argparse.Namespace) -> int:
     """How two checkpoints differ."""
     found = []
-    with Opened(options.path) as one, Opened(options.other) as other:
-        for line in differences(one, other, values=options.values):
-            found.append(line)
-            _say_already(options, line)
+    one, other = Opened(options.path), Opened(options.other)
+    for line in differences(one, other, values=options.values):
+        found.append(line)
+        _say_already(options, line)
     none = "no difference" if options.values else "no difference in names, shapes, dtypes and hyperparameters"
     _say(options, {"differences": found}, [] if found else [none])
     return 1 if found else 0

@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.checkpoint.boxes import boxes_here
-from fsdp2.checkpoint.held import Held, agree
-from fsdp2.checkpoint.ranks import Ranks
+from fsdp2.checkpoint.held import Held
+from fsdp2.checkpoint.ranks import Ranks, agree
 from fsdp2.core.param import is_subclass
 from fsdp2.errors import FSDPRuntimeError
 from fsdp2.ragged.placement import Box

@@ -1,17 +1,12 @@
 """What a model holds, once each: parameters and buffers, sharded or not; and what ranks do together about them.
 
-Owns the walk of a model, its rest, the agreement of ranks on what they are to do, memory for what is on meta, and the
-note that something was written.
+Owns the walk of a model, its rest, memory for what is on meta, and the note that something was written.
 """
 
 from __future__ import annotations
 
-import difflib
-import pickle
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -21,11 +16,10 @@ from torch.nn.parameter import is_lazy
 
 from fsdp2 import _torch
 from fsdp2.checkpoint.names import names_of
-from fsdp2.checkpoint.ranks import Ranks, ranks_of, who_has
+from fsdp2.checkpoint.ranks import Ranks, group_of, ranks_of
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.mesh import device_of
 from fsdp2.core.param import FSDPParam, fsdp_param_of, is_subclass
-from fsdp2.core.plan import fingerprint
 from fsdp2.core.state import FSDPState, states_below
 from fsdp2.errors import FSDPError, FSDPNotImplementedError, FSDPRuntimeError
 from fsdp2.model.full_parameters import leave_passes, owner_of
@@ -131,10 +125,6 @@ def refuse_unreadable(held: Iterable[Held], caller: str, *, meta: bool) -> None:
         )
 
 
-_MADE: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
-"""Groups of some of the ranks, by that of all. Kept: torch cannot make one of the same ranks again."""
-
-
 def company_of(held: Iterable[Held]) -> tuple[dist.ProcessGroup | None, Ranks]:
     """The ranks that hold the model together: all there are, or those of its meshes. None and one rank without a group.
 
@@ -149,59 +139,8 @@ def company_of(held: Iterable[Held]) -> tuple[dist.ProcessGroup | None, Ranks]:
     if members and len(members) < group.size():
         lines = (mesh.get_group() for mesh in meshes if mesh.ndim == 1)
         known = next((each for each in lines if tuple(sorted(dist.get_process_group_ranks(each))) == members), None)
-        made = _MADE.setdefault(group, {})
-        if known is None and members not in made:
-            # What NCCL splits off the group of all ranks, all ranks would have to make.
-            is_fake = _torch.backend_name(group, torch.device("cpu")) == "fake"
-            backend = "gloo" if dist.is_gloo_available() and not is_fake else None
-            found = dist.new_group(
-                members, backend=backend, use_local_synchronization=True, group_desc="fsdp2.checkpoint"
-            )
-            made[members] = cast(dist.ProcessGroup, found)  # this rank is one of them
-        group = made[members] if known is None else known
+        group = group_of(members, "fsdp2.checkpoint") if known is None else known
     return group, ranks_of(group)
-
-
-def agree(ranks: Ranks, error: Exception | None, lines: Sequence[str], caller: str, own: Any = None) -> list[Any]:
-    """Go on only if no rank has an ``error``, and all would do the same, which ``lines`` describe. Collective.
-
-    Returns:
-        What each rank has of its ``own``.
-
-    Raises:
-        FSDPError: the first rank's error, of the same class and text on all; or the ranks differ.
-    """
-    failure = None if error is None else _sent(error)
-    found = ranks.all_gather((failure, fingerprint("\n".join(lines)), own), f"what {caller} is to do")
-    if any(each is not None for each, _, _ in found):
-        failures = [each for each, _, _ in found]
-        first = next(each for each in failures if each is not None)
-        who = who_has(first, failures, ranks.numbers)
-        raise _made(first[0], f"{who}: {first[1]}" if who else first[1]) from error
-    if len({each for _, each, _ in found}) == 1:
-        return [each for _, _, each in found]
-    everyone = ranks.all_gather(list(lines), f"how the ranks differ in what {caller} is to do")
-    other = next(place for place, each in enumerate(everyone) if each != everyone[0])
-    ours, theirs = (f"rank {ranks.numbers[place]}" for place in (0, other))
-    difference = difflib.unified_diff(everyone[0], everyone[other], ours, theirs, lineterm="", n=1)
-    raise FSDPRuntimeError(f"the ranks differ in what {caller} is to do. Difference:\n" + "\n".join(difference))
-
-
-def _sent(error: Exception) -> tuple[type[Exception], str]:
-    """What other ranks make it of: of a class that they cannot know, one of ours that names it."""
-    try:
-        pickle.dumps(type(error))
-    except Exception:
-        return FSDPRuntimeError, f"{type(error).__name__}: {error}"
-    return type(error), str(error)
-
-
-def _made(kind: type[Exception], text: str) -> Exception:
-    """An error of a rank's, on another; of classes that take more than a text, one of ours that names them."""
-    try:
-        return kind(text)
-    except TypeError:
-        return FSDPRuntimeError(f"{kind.__name__}: {text}")
 
 
 # ---- memory for what is on meta ------------------------------------------------------------------

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fsdp2.checkpoint.contents import GROUPS, MODEL
 from fsdp2.checkpoint.errors import CheckpointDamaged
-from fsdp2.checkpoint.loading import read_tensors, step_of
-from fsdp2.checkpoint.reading import Reader, key_of
+from fsdp2.checkpoint.loading import step_of
+from fsdp2.checkpoint.reading import Reader
 from fsdp2.checkpoint.source import Source, is_tensor, open_source
 
 
@@ -45,7 +45,7 @@ class Tensor:
 
 
 class Opened:
-    """A checkpoint that is looked at. A context manager.
+    """A checkpoint that is looked at.
 
     Args:
         path: of its folder.
@@ -58,16 +58,10 @@ class Opened:
         self.source: Source = open_source(path)
         self._reader = Reader(self.source)
 
-    def __enter__(self) -> Opened:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._reader.__exit__(None, None, None)
-
     @property
     def step(self) -> int | None:
         """Of training."""
-        return step_of(self.source, self._reader)
+        return step_of(self._reader)
 
     def tensors(self) -> dict[str, Tensor]:
         """All of them, by our names."""
@@ -78,8 +72,8 @@ class Opened:
                 continue
             meta = cast(TensorStorageMetadata, self.source.metadata.state_dict_metadata[name])
             original = self.source.original[name]
-            entry = None if manifest is None else manifest.entries.get(original)
-            placement, same_as = ("", "") if entry is None else (entry.placement, entry.same_as)
+            entry = {} if manifest is None else manifest.entries.get(original, {})
+            placement, same_as = entry.get("placement", ""), entry.get("same_as", "")
             found[name] = Tensor(original, tuple(meta.size), meta.properties.dtype, placement, same_as)
         return found
 
@@ -108,8 +102,7 @@ class Opened:
         """
         meta = cast(TensorStorageMetadata, self.source.metadata.state_dict_metadata[name])
         found = torch.empty(meta.size, dtype=meta.properties.dtype, device="cpu")
-        read_tensors(self._reader, self.source, {name: found})
-        self._reader.compare_all()
+        self._reader.read({name: found})
         return found
 
     def damages(self) -> Iterator[str]:
@@ -121,13 +114,11 @@ class Opened:
             except CheckpointDamaged as error:
                 bad.add(file)
                 yield str(error)
-        for index, info in sorted(
-            self.source.metadata.storage_data.items(), key=lambda each: (each[1].relative_path, each[1].offset)
-        ):
-            if info.relative_path in bad:
+        for index in self.source.items():
+            if self.source.metadata.storage_data[index].relative_path in bad:
                 continue
             try:
-                self._reader.verify(key_of(index))
+                self._reader.verify(index)
             except CheckpointDamaged as error:
                 yield str(error)
 

@@ -2,8 +2,7 @@
 
 open                   each rank reads what the checkpoint holds, and small values
 compare                names, shapes, dtypes, groups, sizes of files; all ranks tell each other all differences
-read                   each rank its rows; nothing was written before
-compare checksums      of what all ranks have read together
+read                   each rank what its rows lie in, checksums first; nothing was written before
 hand over              optimizers and values
 """
 
@@ -14,20 +13,17 @@ import fnmatch
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from fsdp2.arguments import checked
-from fsdp2.checkpoint import errors
 from fsdp2.checkpoint.blocked import block, unblock
 from fsdp2.checkpoint.comparing import RENAME, Difference, hint_of_names, of_all_ranks, table
 from fsdp2.checkpoint.contents import (
@@ -46,8 +42,8 @@ from fsdp2.checkpoint.contents import (
 from fsdp2.checkpoint.errors import CheckpointError, CheckpointMismatch
 from fsdp2.checkpoint.held import held_by, materialize, note_written
 from fsdp2.checkpoint.optimizers import CLASS, NAMES, Optimizers, groups_that_match, nested, shortened
-from fsdp2.checkpoint.ranks import Ranks, ranks_of, who_has
-from fsdp2.checkpoint.reading import Key, Piece, Reader, key_of
+from fsdp2.checkpoint.ranks import Ranks, agree, ranks_of
+from fsdp2.checkpoint.reading import Reader
 from fsdp2.checkpoint.report import LoadReport
 from fsdp2.checkpoint.rules import ONLY_RULE, OPTIMIZER_RULE, PATH_RULE, RENAME_RULE, VALUES_RULE
 from fsdp2.checkpoint.source import Rename, Source, is_tensor, open_source, saved_groups, split_state
@@ -107,10 +103,10 @@ def load(
     """Load the checkpoint in the folder ``path``: one of `save`, or of `torch.distributed.checkpoint`.
 
     Everything is compared before anything is read: if the checkpoint does not fit, the model is as it was. Each rank
-    reads the rows that it needs, whatever ranks, meshes and placements have saved them.
+    reads the saved parts that its rows lie in, whatever ranks, meshes and placements have saved them.
 
-    Collective: all ranks of ``process_group`` must call it, outside of forward and backward. Takes no memory beside
-    what optimizers are given that they did not have.
+    Collective: all ranks of ``process_group`` must call it, outside of forward and backward. Takes memory for the
+    largest of these parts, and for what optimizers are given that they did not have.
 
     Args:
         path: of the folder.
@@ -141,13 +137,6 @@ def load(
     ranks = ranks_of(process_group)
     options = Options(strict, only, rename, cast, verify, per_rank_missing)
     return Load(Path(path).absolute(), ranks, options).run(lambda: Contents(model, optimizer, shared, per_rank), model)
-
-
-class _Failure(NamedTuple):
-    """What went wrong on a rank."""
-
-    kind: str
-    text: str
 
 
 class _Wanted(NamedTuple):
@@ -191,6 +180,7 @@ class Load:
         self._taken: frozenset[str]
         self._copies: set[str] = set()
         self._unverified: set[str] = set()
+        self._without_sums: set[str] = set()
         self._step: int | None = None
 
     def run(self, collect: Callable[[], Contents], model: nn.Module) -> LoadReport:
@@ -199,14 +189,17 @@ class Load:
             return self._run(collect, model)
 
     def _run(self, collect: Callable[[], Contents], model: nn.Module) -> LoadReport:
-        failure = self._attempt(lambda: self._compare(collect))
-        self._agree(failure)
+        error = self._attempt(lambda: self._compare(collect))
+        found = self._together(error, [] if error is not None else self._asked(), self._differences)
+        differences = of_all_ranks(found)
+        if differences:
+            raise CheckpointMismatch(table(f"the checkpoint {self._path}", differences))
         if self._options.verify == "first":
-            self._refuse(self._exchange(self._attempt(self._verify_files), "its checksums"))
+            self._together(self._attempt(self._verify_files))
         try:
-            with Reader(self._source, sums=self._options.verify == "reading") as reader:
-                self._finish_reading(reader, self._attempt(lambda: self._read(reader)))
-            self._refuse(self._exchange(self._attempt(self._hand_over), "the end of the load"))
+            reader = Reader(self._source, sums=self._options.verify == "reading")
+            self._finish_reading(reader, self._attempt(lambda: self._read(reader)))
+            self._together(self._attempt(self._hand_over))
         except BaseException as error:  # of the keyboard, too
             block(model, error)
             raise
@@ -215,43 +208,23 @@ class Load:
 
     # -- what ranks tell each other
 
-    def _attempt(self, action: Callable[[], Any]) -> _Failure | None:
+    def _attempt(self, action: Callable[[], Any]) -> CheckpointError | None:
         try:
             action()
         except CheckpointError as error:
-            return _Failure(type(error).__name__, str(error))
+            return error
         except Exception as error:  # every rank is told, and raises it
-            text = f"the checkpoint {self._path} was not loaded: {type(error).__name__}: {error}"
-            return _Failure("CheckpointError", text)
+            return CheckpointError(f"the checkpoint {self._path} was not loaded: {type(error).__name__}: {error}")
         return None
 
-    def _exchange(self, value: Any, what: str) -> list[Any]:
+    def _together(self, error: Exception | None, lines: Sequence[str] = (), own: Any = None) -> list[Any]:
+        """`agree`; whatever speaks against that is an error of this package."""
         try:
-            return self._ranks.all_gather(value, f"{what} of the checkpoint {self._path.name}")
-        except RuntimeError as error:
-            raise CheckpointError(f"the checkpoint {self._path} was not loaded: {error}") from error
-
-    def _refuse(self, failures: Sequence[_Failure | None]) -> None:
-        for failure in failures:
-            if failure is not None:
-                who = who_has(failure, failures, self._ranks.numbers)
-                kind = getattr(errors, failure.kind, CheckpointError)
-                raise kind(f"{failure.text} (found on {who}, raised on all)" if who else failure.text)
-
-    def _agree(self, failure: _Failure | None) -> None:
-        asked = [] if failure is not None else self._asked()
-        found = self._exchange((failure, self._differences, asked), "what is compared")
-        self._refuse([each for each, _, _ in found])
-        for rank, (_, _, theirs) in enumerate(found):
-            if theirs != found[0][2]:
-                differ = [f"{a} and {b}" for a, b in zip_longest(found[0][2], theirs) if a != b]
-                raise CheckpointError(
-                    f"the checkpoint {self._path} was not loaded: the ranks {self._ranks.numbers[0]} and "
-                    f"{self._ranks.numbers[rank]} ask for different things: {'; '.join(differ[:5])}."
-                )
-        differences = of_all_ranks(each for _, each, _ in found)
-        if differences:
-            raise CheckpointMismatch(table(f"the checkpoint {self._path}", differences))
+            return agree(self._ranks, error, lines, f"the load of {self._path.name}", own)
+        except CheckpointError:
+            raise
+        except RuntimeError as failure:
+            raise CheckpointError(f"the checkpoint {self._path} was not loaded: {failure}") from failure
 
     def _asked(self) -> list[str]:
         """What must be the same on all ranks."""
@@ -279,13 +252,13 @@ class Load:
         if callable(self._options.only):
             self._taken -= {first.get(name, name) for name in every if not self._options.takes(name)}
         tensors, extra = self._compare_model()
-        with Reader(source, sums=self._options.verify != "no") as reader:
-            self._step = step_of(source, reader)
-            groups, state = self._compare_optimizers(reader)
-            values = self._values(reader)
-            loaded = {name: reader.value(key) for name, key in extra.items()}
-            self._unverified = {name for name, key in extra.items() if key in reader.without_sums}
-            self._bytes_read += reader.bytes_read
+        reader = Reader(source, sums=self._options.verify != "no")
+        self._step = step_of(reader)
+        groups, state = self._compare_optimizers(reader)
+        values = self._values(reader)
+        loaded = {name: reader.value(key) for name, key in extra.items()}
+        self._unverified = {name for name, key in extra.items() if key in reader.without_sums}
+        self._bytes_read += reader.bytes_read
         self._wanted = _Wanted(tensors, state, groups, values, loaded)
 
     def _differ(self, kind: str, name: str, text: str = "") -> None:
@@ -459,12 +432,11 @@ class Load:
 
     def _verify_files(self) -> None:
         """Compare all checksums of a share of the items."""
-        storage = self._source.metadata.storage_data
-        keys = sorted({(info.relative_path, info.offset): key_of(index) for index, info in storage.items()}.items())
-        with Reader(self._source) as reader:
-            for _, key in keys[self._ranks.rank :: self._ranks.size]:
-                reader.verify(key)
-            self._bytes_read += reader.bytes_read
+        reader = Reader(self._source)
+        for index in self._source.items()[self._ranks.rank :: self._ranks.size]:
+            reader.verify(index)
+        self._bytes_read += reader.bytes_read
+        self._without_sums = reader.without_sums
 
     def _read(self, reader: Reader) -> None:
         contents, wanted = self._contents, self._wanted
@@ -489,34 +461,21 @@ class Load:
         for _, _, value in wanted.values:
             if isinstance(value, _Nested):
                 into |= value.places
-        read_tensors(reader, self._source, into)
+        reader.read(into)
 
-    def _finish_reading(self, reader: Reader, failure: _Failure | None) -> None:
-        """Compare the checksums of what all ranks have read.
+    def _finish_reading(self, reader: Reader, error: Exception | None) -> None:
+        """Tell each other what was read.
 
         Raises:
-            CheckpointDamaged: on every rank.
+            CheckpointDamaged: a rank has found damage; on every rank.
         """
-        copies = set() if failure is not None else self._contents.copies.intersection(self._wanted.tensors.values())
-        unverified = {name for key, name in self._wanted.tensors.items() if key in reader.without_sums}
-        found = self._exchange((failure, reader.pieces, copies, unverified), "what was read")
-        self._refuse([each for each, *_ in found])
-        self._copies = set().union(*(of_rank for *_, of_rank, _ in found))
-        self._unverified.update(*(of_rank for *_, of_rank in found))
-        if self._options.verify == "reading":
-            pieces: dict[Key, list[Piece]] = {}
-            for _, of_rank, *_ in found:
-                for key, each in of_rank.items():
-                    pieces.setdefault(key, []).extend(each)
-            mine = sorted(pieces)[self._ranks.rank :: self._ranks.size]
-            failure = self._attempt(lambda: self._compare_sums(reader, {key: pieces[key] for key in mine}))
-        counts = self._exchange((failure, reader.bytes_read + self._bytes_read), "its checksums")
-        self._refuse([each for each, _ in counts])
-        self._bytes_read = sum(each for _, each in counts)
-
-    def _compare_sums(self, reader: Reader, pieces: Mapping[Key, Sequence[Piece]]) -> None:
-        for key, of_item in pieces.items():
-            reader.compare(key, of_item)
+        copies = set() if error is not None else self._contents.copies.intersection(self._wanted.tensors.values())
+        without_sums = self._without_sums | reader.without_sums
+        found = self._together(error, [], (reader.bytes_read + self._bytes_read, copies, without_sums))
+        self._copies = set().union(*(of_rank for _, of_rank, _ in found))
+        without_sums = without_sums.union(*(of_rank for *_, of_rank in found))
+        self._unverified |= {name for key, name in self._wanted.tensors.items() if key in without_sums}
+        self._bytes_read = sum(nbytes for nbytes, *_ in found)
 
     # -- hand over
 
@@ -610,32 +569,18 @@ def _hyperparameter(reader: Reader, name: str) -> Any:
         return reader.value(name)
     meta = cast(TensorStorageMetadata, source.metadata.state_dict_metadata[name])
     value = torch.empty(meta.size, dtype=meta.properties.dtype, device="cpu")
-    read_tensors(reader, source, {name: value})
-    reader.compare_all()
+    reader.read({name: value})
     return value
 
 
-def step_of(source: Source, reader: Reader) -> int | None:
+def step_of(reader: Reader) -> int | None:
     """The training step that a checkpoint is of, if it says one."""
-    if STEP not in source.names:
+    if STEP not in reader.source.names:
         return None
     value = _hyperparameter(reader, STEP)
     if isinstance(value, torch.Tensor):
         value = value.item() if value.numel() == 1 else None
     return value if type(value) is int else None
-
-
-def read_tensors(reader: Reader, source: Source, into: dict[str, torch.Tensor]) -> None:
-    """Read tensors by name; of a DTensor this rank's part."""
-    if not into:
-        return
-    chosen = Metadata({name: source.metadata.state_dict_metadata[name] for name in into})
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with torch.no_grad():
-        with torch.device("cpu"):  # torch computes offsets with tensors, on the program's default device otherwise
-            planner.set_up_planner(dict(into), chosen, False)
-            items = planner.create_local_plan().items
-        reader.read(items, planner)
 
 
 def _described(tensor: Any) -> str:
@@ -646,4 +591,4 @@ def _described(tensor: Any) -> str:
     return "a value"
 
 
-__all__ = ["Load", "Options", "load", "read_tensors"]
+__all__ = ["Load", "Options", "load"]

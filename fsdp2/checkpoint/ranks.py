@@ -7,21 +7,22 @@ that never come, or are gone, on all ranks. A background thread has a process gr
 from __future__ import annotations
 
 import ctypes
+import difflib
 import pickle
-import time
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed.constants import default_pg_timeout
 
 from fsdp2 import _torch
 from fsdp2.checkpoint.errors import CheckpointError
 from fsdp2.core.places import label, raise_if_stopped
+from fsdp2.core.plan import fingerprint
 from fsdp2.core.transport import of_backend
+from fsdp2.errors import FSDPRuntimeError
 from fsdp2.model.broadcast_parameters import device_that_travels
 from fsdp2.plugs.watchdog.public import gone_among
 
@@ -100,20 +101,8 @@ class InBackground(Ranks):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.numbers = dist.get_process_group_ranks(group)
-        self.rank, self.size = dist.get_rank(group), group.size()
-
-    @abstractmethod
-    def close(self) -> None:
-        """The thread has ended: give back what there is of it."""
-
-
-class OfEveryRank(InBackground):
-    """All ranks that there are, by a process group of their own."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        made = dist.new_group(backend="gloo", group_desc="fsdp2.checkpoint")
-        self._own = cast(dist.ProcessGroup, made)  # this rank is one of them
-        super().__init__(self._own)
+        self._own = group_of(tuple(self.numbers), "fsdp2.checkpoint, in the background")
+        self.rank, self.size = dist.get_rank(self._own), self._own.size()
 
     def all_gather(self, value: Any, what: str) -> list[Any]:
         """torch.distributed's own way, for as long as the group's timeout lets it; its error names who is gone."""
@@ -126,78 +115,23 @@ class OfEveryRank(InBackground):
             raise RuntimeError(f"{who}, and do not come to {what}: see what they said.") from error
         return found
 
-    def close(self) -> None:
-        """Destroy the group."""
-        if dist.is_initialized() and _torch.knows_group(self._own):
-            dist.destroy_process_group(self._own)
+
+_MADE: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], str], dist.ProcessGroup]] = WeakKeyDictionary()
+"""Groups of some of the ranks, by that of all. Kept: torch cannot make one of the same ranks again."""
 
 
-_POLLED_EVERY, _ASKED_EVERY = 0.02, 2.0
-"""Seconds."""
-
-_LOST = "lost"
-"""The key of what is said once ranks do not meet any more."""
-
-
-class OfSomeRanks(InBackground):
-    """Some of the ranks, through the store that all have: a process group would have to be made by all ranks together.
-
-    What is exchanged are plans and outcomes, once or twice in a save. A key is looked for, not waited for, as others
-    use the store meanwhile.
-    """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(group)
-        # Keys that nobody has had: the store may be older than the process groups, and has what was left in it.
-        drawn = Watched(group).all_gather(uuid.uuid4().hex, "the key of saves in the background")[0]
-        self._store: Any = _torch.shared_store(f"fsdp2.checkpoint/{drawn}")[0]
-        self._round = 0
-
-    def all_gather(self, value: Any, what: str) -> list[Any]:
-        """For as long as the default timeout of process groups lets it, and as the ranks that are missing live.
-
-        Raises:
-            RuntimeError: a rank has not come, or the default process group was destroyed meanwhile; from then on for
-                all ranks, as they are not at the same exchange any more.
-        """
-        self._refuse_lost()
-        number, self._round = self._round, self._round + 1
-        self._store.set(f"{number}/{self.rank}", pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
-        keys = [f"{number}/{rank}" for rank in range(self.size)]
-        began = asked = time.monotonic()
-        while not self._store.check(keys):
-            now = time.monotonic()
-            if now - asked > _ASKED_EVERY or not dist.is_initialized():
-                asked = now
-                self._refuse_missing(keys, what, is_late=now - began > default_pg_timeout.total_seconds())
-            time.sleep(_POLLED_EVERY)
-        self._refuse_lost()  # as by ranks that waited for this one, and have gone on without it
-        found = [pickle.loads(self._store.get(key)) for key in keys]
-        if number > 1:  # all have come to the round before this one, so that nobody reads what came before that
-            self._store.delete_key(f"{number - 2}/{self.rank}")
-        return found
-
-    def _refuse_lost(self) -> None:
-        if self._store.check([_LOST]):
-            raise RuntimeError(self._store.get(_LOST).decode())
-
-    def _refuse_missing(self, keys: Sequence[str], what: str, *, is_late: bool) -> None:
-        self._refuse_lost()
-        missing = [self.numbers[rank] for rank, key in enumerate(keys) if not self._store.check([key])]
-        gone = gone_among(missing)
-        if gone or is_late or not dist.is_initialized():
-            why = f", as the processes of {gone} are gone" if gone else ""
-            self._store.set(_LOST, f"ranks {missing} have not come to {what}{why}.")
-            raise RuntimeError(self._store.get(_LOST).decode())
-
-    def close(self) -> None:
-        """Nothing: what lies in the store are two small values of each rank."""
-
-
-def in_background(group: dist.ProcessGroup) -> InBackground:
-    """The ranks of ``group``, for a thread. Collective over them, in the thread that trains."""
-    is_everyone = group.size() == dist.get_world_size()
-    return OfEveryRank(group) if is_everyone else OfSomeRanks(group)
+def group_of(members: tuple[int, ...], purpose: str) -> dist.ProcessGroup:
+    """A process group of these ranks for one purpose. Collective over them, the first time."""
+    everyone = dist.group.WORLD
+    assert everyone is not None, "it is initialized"
+    made = _MADE.setdefault(everyone, {})
+    if (members, purpose) not in made:
+        # What NCCL splits off the group of all ranks, all ranks would have to make.
+        is_fake = _torch.backend_name(everyone, torch.device("cpu")) == "fake"
+        backend = "gloo" if dist.is_gloo_available() and not is_fake else None
+        found = dist.new_group(list(members), backend=backend, use_local_synchronization=True, group_desc=purpose)
+        made[members, purpose] = cast(dist.ProcessGroup, found)  # this rank is one of them
+    return made[members, purpose]
 
 
 def who_has(failure: object, found: Sequence[object], numbers: Sequence[int]) -> str:
@@ -205,25 +139,62 @@ def who_has(failure: object, found: Sequence[object], numbers: Sequence[int]) ->
 
     An error is the same on all ranks, so it has to say who it is of; but not where that is everybody.
 
-    Args:
-        failure: one of ``found``.
-        found: for each rank.
-        numbers: of the ranks.
-
     >>> who_has("full", ["full", "", "full"], [0, 1, 2]), who_has("full", ["", "full"], [4, 5])
     ('ranks 0 and 2', 'rank 5')
     """
-    ours = [number for number, each in zip(numbers, found, strict=True) if each == failure]
-    if len(ours) == len(found):
+    *ours, last = (str(number) for number, each in zip(numbers, found, strict=True) if each == failure)
+    if len(ours) + 1 == len(found):
         return ""
-    if len(ours) == 1:
-        return f"rank {ours[0]}"
-    if len(ours) > _SHOWN:
-        return f"ranks {', '.join(map(str, ours[:_SHOWN]))} and {len(ours) - _SHOWN} more"
-    return f"ranks {', '.join(map(str, ours[:-1]))} and {ours[-1]}"
+    if len(ours) >= _SHOWN:
+        return f"ranks {', '.join(ours[:_SHOWN])} and {len(ours) + 1 - _SHOWN} more"
+    return f"ranks {', '.join(ours)} and {last}" if ours else f"rank {last}"
 
 
-_SHOWN = 8
+_SHOWN, _LINES = 8, 40
+"""Ranks, and lines of a difference."""
+
+
+def agree(ranks: Ranks, error: Exception | None, lines: Sequence[str], caller: str, own: Any = None) -> list[Any]:
+    """Go on only if no rank has an ``error``, and all would do the same, which ``lines`` describe. Collective.
+
+    Returns:
+        What each rank has of its ``own``.
+
+    Raises:
+        FSDPError: the first rank's error, of the same class and text on all; or the ranks differ.
+    """
+    failure = None if error is None else _sent(error)
+    found = ranks.all_gather((failure, fingerprint("\n".join(lines)), own), f"what {caller} is to do")
+    if any(each is not None for each, _, _ in found):
+        failures = [each for each, _, _ in found]
+        first = next(each for each in failures if each is not None)
+        who = who_has(first, failures, ranks.numbers)
+        raise _made(first[0], f"{who}: {first[1]}" if who else first[1]) from error
+    if len({each for _, each, _ in found}) == 1:
+        return [each for _, _, each in found]
+    everyone = ranks.all_gather(list(lines), f"how the ranks differ in what {caller} is to do")
+    other = next(place for place, each in enumerate(everyone) if each != everyone[0])
+    ours, theirs = (f"rank {ranks.numbers[place]}" for place in (0, other))
+    difference = difflib.unified_diff(everyone[0], everyone[other], ours, theirs, lineterm="", n=1)
+    shown = "\n".join(list(difference)[:_LINES])
+    raise FSDPRuntimeError(f"the ranks differ in what {caller} is to do. Difference:\n{shown}")
+
+
+def _sent(error: Exception) -> tuple[type[Exception], str]:
+    """What other ranks make it of: of a class that they cannot know, one of ours that names it."""
+    try:
+        pickle.dumps(type(error))
+    except Exception:
+        return FSDPRuntimeError, f"{type(error).__name__}: {error}"
+    return type(error), str(error)
+
+
+def _made(kind: type[Exception], text: str) -> Exception:
+    """An error of a rank's, on another; of classes that take more than a text, one of ours that names them."""
+    try:
+        return kind(text)
+    except TypeError:
+        return FSDPRuntimeError(f"{kind.__name__}: {text}")
 
 
 def ranks_of(process_group: dist.ProcessGroup | None) -> Ranks:

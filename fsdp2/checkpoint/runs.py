@@ -20,7 +20,7 @@ from fsdp2.checkpoint.errors import CheckpointDamaged, CheckpointError, SaveFail
 from fsdp2.checkpoint.folders import LOG, clean, name_of, old_in, remove, steps_in
 from fsdp2.checkpoint.loading import Load, Options, Verify
 from fsdp2.checkpoint.optimizers import Optimizers
-from fsdp2.checkpoint.ranks import InBackground, Ranks, Watched, in_background, ranks_of
+from fsdp2.checkpoint.ranks import InBackground, Ranks, Watched, ranks_of
 from fsdp2.checkpoint.report import LoadReport
 from fsdp2.checkpoint.rules import COUNT_RULE, OPTIMIZER_RULE, PATH_RULE, VALUES_RULE, is_int
 from fsdp2.checkpoint.saving import Save
@@ -164,8 +164,8 @@ class Checkpoints:
         Args:
             step: of training, as `restore` is to return it.
             asynchronous: return when this rank's shards are copied to memory that is kept for that, and let a thread
-                write. (The first such save starts the thread, and makes a process group for it.) Errors are raised by
-                the next `save`, `wait` or `close`.
+                write. (The first such save starts the thread, and makes a process group, which is kept.) Errors are
+                raised by the next `save`, `wait` or `close`.
 
         Raises:
             SaveFailed: on every rank, as of `fsdp2.checkpoint.save`; or of the asynchronous save before.
@@ -183,13 +183,10 @@ class Checkpoints:
         save = Save(self._run / name_of(step), ranks, replaces=True)
         copy = None if staging is None else staging.copy
         with torch.inference_mode(False):
-            failure = save.attempt(lambda: save.collect(self._collect(), step, copy))
+            error = save.attempt(lambda: save.collect(self._collect(), step, copy))
 
         def go_on() -> None:
-            cause = failure
-            if ranks.rank == 0 and not failure:
-                cause = save.attempt(lambda: clean(self._run))
-            save.write(cause)
+            save.write(error or (save.attempt(lambda: clean(self._run)) if ranks.rank == 0 else None))
             if ranks.rank == 0:
                 self._remove_old(step)
 
@@ -214,7 +211,7 @@ class Checkpoints:
             self._background.wait()
 
     def close(self) -> None:
-        """Wait, and end the thread and its process group. Saves may follow; they start anew.
+        """Wait, and end the thread. Saves may follow; they start a new one.
 
         Raises:
             SaveFailed: the last asynchronous save failed, on every rank.
@@ -233,7 +230,7 @@ class _Background:
         if isinstance(ranks, Watched):
             whole = dist.group.WORLD if group is None else group
             assert whole is not None, "there are several ranks"
-            self._ranks = in_background(whole)
+            self._ranks = InBackground(whole)
         self._thread = ThreadPoolExecutor(
             1, thread_name_prefix="fsdp2-checkpoint", initializer=_set_device, initargs=(_current_device(),)
         )
@@ -261,8 +258,6 @@ class _Background:
             self.wait()
         finally:
             self._thread.shutdown()
-            if isinstance(self._ranks, InBackground):
-                self._ranks.close()
 
 
 def _current_device() -> int | None:

@@ -1,8 +1,8 @@
 """Folders of safetensors files, as Hugging Face writes them: `load_safetensors`, `save_safetensors`.
 
 The format is that package's own; it is imported when it is needed. Loading reads from the mapped file what this rank
-has of each tensor. Saving deals the files out over the ranks: `FolderPlan` says which tensors are in which file and who
-writes it, `write_folder` has them assembled one file per rank at a time, from whatever hands out whole tensors by name.
+has of each tensor. Saving deals the files out over the ranks, each of which assembles one at a time, of a model or of a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -11,33 +11,37 @@ import functools
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from fsdp2.arguments import checked
+from fsdp2.arguments import Rule, checked
 from fsdp2.checkpoint.boxes import at_box, pieces_of
+from fsdp2.checkpoint.contents import MODEL
 from fsdp2.checkpoint.copies import agree_on_copies
 from fsdp2.checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointIncomplete, SaveFailed
 from fsdp2.checkpoint.folders import flush
-from fsdp2.checkpoint.held import Held, company_of, held_by, refuse_unreadable, settle
+from fsdp2.checkpoint.held import company_of, held_by, refuse_unreadable, settle
+from fsdp2.checkpoint.inspection import Opened
 from fsdp2.checkpoint.iterating import refuse_dtype, travelling
-from fsdp2.checkpoint.ranks import Ranks, who_has
+from fsdp2.checkpoint.ranks import Ranks, agree, ranks_of
 from fsdp2.checkpoint.report import LoadReport
-from fsdp2.checkpoint.rules import PATH_RULE
+from fsdp2.checkpoint.rules import BYTES_RULE, PATH_RULE
 from fsdp2.checkpoint.whole import Offered, Source, Wanted, load_from
 from fsdp2.errors import FSDPError, FSDPNotImplementedError, FSDPRuntimeError, FSDPValueError
 from fsdp2.ragged.dtensor import views_of
-from fsdp2.ragged.placement import Box
 
 _SUFFIX = ".safetensors"
 _INDEX = ".safetensors.index.json"
 _SAVES = "save_safetensors()"
 _LOADS = "load_safetensors()"
+
+MAX_FILE_BYTES = 2 << 30
+
+_MODEL = Rule("a module, or the path of a checkpoint", lambda value: isinstance(value, (nn.Module, str, os.PathLike)))
 
 _READ_BYTES = 32 << 20
 """How much is read at a time, at most."""
@@ -194,14 +198,10 @@ def _read(opened: Any, stored: _Stored, wanted: Wanted) -> int:
     nbytes = 0
     for outer, view in zip(wanted.boxes, views_of(local, wanted.boxes), strict=True):
         for box in pieces_of(outer, itemsize, _READ_BYTES):
-            part = opened.get_slice(stored.name)[_index(box)]
+            part = opened.get_slice(stored.name)[tuple(slice(*each) for each in box)]
             at_box(view, box, outer).copy_(part)
             nbytes += part.nbytes
     return nbytes
-
-
-def _index(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(start, stop) for start, stop in box)
 
 
 def read_headers(path: Path) -> list[_Stored]:
@@ -279,76 +279,135 @@ def _files_of(path: Path) -> tuple[list[Path], dict[str, Path] | None]:
 # ---- saving --------------------------------------------------------------------------------------
 
 
-def save_module(
-    model: nn.Module,
+@checked(model=_MODEL, folder=PATH_RULE, max_file_bytes=BYTES_RULE)
+def save_safetensors(
+    model: nn.Module | str | os.PathLike[str],
     folder: str | os.PathLike[str],
     *,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    rename: Callable[[str], str] | None = None,
+) -> None:
+    """Write parameters and persistent buffers to a ``folder`` that ``from_pretrained`` reads.
+
+    Files are dealt out over ranks; each is assembled and written on its rank. The folder is there afterwards, whole, or
+    not at all. Tied weights are written once.
+
+    Collective: all ranks must call it, with equal arguments, outside of forward and backward. The peak of memory beside
+    the shards is one file, and two and a half times the largest parameter, on each rank.
+
+    Args:
+        model: a module, sharded or not; or the folder of a checkpoint, of which one process may do it alone.
+        folder: that is not there yet.
+        dtype: that floating-point values are cast to.
+        max_file_bytes: of the tensors of one file; a larger one has a file of its own.
+        rename: a function from our name to the one in the files.
+
+    Raises:
+        FSDPTypeError, FSDPValueError: an argument of another kind; two names are the same.
+        FSDPRuntimeError: safetensors is not installed; inside of a forward or backward; the ranks differ.
+        CheckpointError: the folder is there; a dtype that such files do not have; the checkpoint cannot be read.
+        SaveFailed: a rank could not write; on all.
+    """
+    target = Path(folder)
+    if isinstance(model, nn.Module):
+        _save_module(model, target, dtype, max_file_bytes, rename)
+    else:
+        export(Path(model), target, ranks_of(None), dtype, max_file_bytes, rename)
+
+
+def _save_module(
+    model: nn.Module,
+    target: Path,
     dtype: torch.dtype | None,
     max_file_bytes: int,
     rename: Callable[[str], str] | None,
 ) -> None:
-    """`save_safetensors` of a module. Collective: all ranks that hold it.
-
-    Raises:
-        FSDPError: see there.
-    """
     refuse_dtype(dtype, _SAVES)
     error: Exception | None = settle(model, _SAVES, frees=False)
     held = [each for each in held_by(model) if not each.transient]
-    target = Path(folder)
     _, ranks = company_of(held)
-    contents: list[Content] = []
+    contents: dict[str, Offered] = {}
     if error is None:
         try:
             library()
             refuse_unreadable(held, _SAVES, meta=True)
-            contents = _contents(held, dtype, rename)
+            found = ((each.name, Offered(tuple(each.tensor.shape), each.tensor.dtype)) for each in held)
+            contents = _contents(found, dtype, rename)
             refuse_existing(target)
         except (FSDPError, OSError) as raised:
             error = raised
-    lines = [f"{_SAVES} to {target.name} with dtype={dtype}, max_file_bytes={max_file_bytes}"]
-    lines += [f"{each.name} {each.shape} {each.dtype}" for each in contents]
+    lines = [f"{_SAVES} to {target.name} with dtype={dtype}, max_file_bytes={max_file_bytes}", str(contents)]
     agree_on_copies(held, ranks, error, lines, _SAVES)
-    by_name = {content.name: each for content, each in zip(contents, held, strict=True)}
-    budget = max((each.nbytes for each in contents), default=1)
+    by_name = dict(zip(contents, held, strict=True))
+    budget = max((each.nbytes for each in contents.values()), default=1)
 
     def whole(names: Sequence[str], writer: int) -> Iterator[tuple[str, torch.Tensor]]:
         return travelling([(name, by_name[name]) for name in names], budget, dtype=dtype, rank=writer)
 
-    write_folder(contents, whole, target, max_file_bytes=max_file_bytes, ranks=ranks)
+    _write_folder(contents, whole, target, max_file_bytes, ranks, [])
 
 
-class Content(NamedTuple):
-    """A tensor that is to be written.
+def export(
+    path: Path,
+    folder: Path,
+    ranks: Ranks,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    rename: Callable[[str], str] | None = None,
+) -> int:
+    """Write the model of the checkpoint ``path`` to ``folder``; returns how many tensors.
 
-    Attributes:
-        name: in the file.
-        shape: of the whole.
-        dtype: in the file.
+    Raises:
+        CheckpointError: as of `save_safetensors`.
     """
+    error: Exception | None = None
+    contents: dict[str, Offered] = {}
+    try:
+        library()
+        refuse_existing(folder)
+        opened = Opened(path)
+        names = [name for name, tensor in opened.model().items() if not tensor.same_as]
+        found = ((name, Offered(opened.model()[name].shape, opened.model()[name].dtype)) for name in names)
+        contents = _contents(found, dtype, rename)
+        if not contents:
+            raise CheckpointError(f"the checkpoint {path} has no tensors of a model.")
+    except Exception as raised:  # whatever it is, other ranks are told
+        error = raised
+    agree(ranks, error, [str(contents)], _SAVES)
+    originals = dict(zip(contents, names, strict=True))
+    failures: list[Exception] = []
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    def whole(wanted: Sequence[str], writer: int) -> Iterator[tuple[str, torch.Tensor]]:
+        try:
+            for each in wanted if writer == ranks.numbers[ranks.rank] and not failures else ():
+                yield each, opened.read(f"{MODEL}.{originals[each]}").to(contents[each].dtype)
+        except Exception as raised:  # as above
+            failures.append(raised)
 
-    @property
-    def nbytes(self) -> int:
-        """Of the whole."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+    _write_folder(contents, whole, folder, max_file_bytes, ranks, failures)
+    return len(contents)
 
 
-def _contents(held: Sequence[Held], dtype: torch.dtype | None, rename: Callable[[str], str] | None) -> list[Content]:
-    contents: dict[str, Content] = {}
-    for each in held:
-        name = each.name if rename is None else rename(each.name)
-        if name in contents:
-            raise FSDPValueError(f"{_SAVES}: rename calls two tensors '{name}', one of them '{each.name}'.")
-        found = each.tensor.dtype
-        found = dtype if dtype is not None and found.is_floating_point else found
-        if found not in _DTYPES.values():
-            raise CheckpointError(f"'{each.name}' is of {found}, which safetensors files do not have.")
-        contents[name] = Content(name, tuple(each.tensor.shape), found)
-    return list(contents.values())
+def _contents(
+    found: Iterable[tuple[str, Offered]], dtype: torch.dtype | None, rename: Callable[[str], str] | None
+) -> dict[str, Offered]:
+    """What is to be written, by the names in the files, in the order in which it was ``found``.
+
+    Raises:
+        FSDPValueError: two names are one.
+        CheckpointError: a dtype that such files do not have.
+    """
+    contents: dict[str, Offered] = {}
+    for name, (shape, own) in found:
+        renamed = name if rename is None else rename(name)
+        if renamed in contents:
+            raise FSDPValueError(f"{_SAVES}: rename calls two tensors '{renamed}', one of them '{name}'.")
+        cast = dtype if dtype is not None and own.is_floating_point else own
+        if cast not in _DTYPES.values():
+            raise CheckpointError(f"'{name}' is of {cast}, which safetensors files do not have.")
+        contents[renamed] = Offered(shape, cast)
+    return contents
 
 
 def refuse_existing(folder: Path) -> None:
@@ -361,142 +420,111 @@ def refuse_existing(folder: Path) -> None:
         raise CheckpointError(f"{folder} exists, and nothing is written over: pass another folder, or remove it first.")
 
 
-@dataclass(frozen=True, slots=True)
-class FolderPlan:
-    """Which tensors are in which file.
+def files_for(contents: Mapping[str, Offered], max_file_bytes: int) -> dict[str, list[str]]:
+    """The names of tensors in each file, by its name: in their order, as many as fit.
 
-    A worked example, ``max_file_bytes=10`` and tensors of 6, 4, 3 bytes: two files, ``model-00001-of-00002`` with the
-    first two.
-
-    Attributes:
-        files: names of tensors, by the name of the file.
-        total_bytes: of all tensors.
-        is_one: all are in one file, and there is no index.
+    >>> bytes_ = {name: Offered((size,), torch.uint8) for name, size in {"a": 6, "b": 4, "c": 3}.items()}
+    >>> files_for(bytes_, 10)
+    {'model-00001-of-00002.safetensors': ['a', 'b'], 'model-00002-of-00002.safetensors': ['c']}
     """
-
-    files: Mapping[str, Sequence[str]]
-    total_bytes: int
-    is_one: bool
-
-    @classmethod
-    def of(cls, contents: Sequence[Content], max_file_bytes: int) -> FolderPlan:
-        """In the order of ``contents``, as many as fit into each."""
-        found: list[list[str]] = [[]]
-        used = total = 0
-        for each in contents:
-            if found[-1] and used + each.nbytes > max_file_bytes:
-                found.append([])
-                used = 0
-            found[-1].append(each.name)
-            used, total = used + each.nbytes, total + each.nbytes
-        if len(found) == 1:
-            return cls({f"model{_SUFFIX}": found[0]}, total, True)
-        count = len(found)
-        names = (f"model-{number:05d}-of-{count:05d}{_SUFFIX}" for number in range(1, count + 1))
-        return cls(dict(zip(names, found, strict=True)), total, False)
-
-    def index(self) -> str:
-        """The text of ``model.safetensors.index.json``."""
-        where = {name: file for file, names in self.files.items() for name in names}
-        index = {"metadata": {"total_size": self.total_bytes}, "weight_map": dict(sorted(where.items()))}
-        return json.dumps(index, indent=2) + "\n"
+    found: list[list[str]] = [[]]
+    used = 0
+    for name, each in contents.items():
+        if found[-1] and used + each.nbytes > max_file_bytes:
+            found.append([])
+            used = 0
+        found[-1].append(name)
+        used += each.nbytes
+    if len(found) == 1:
+        return {f"model{_SUFFIX}": found[0]}
+    return {f"model-{number:05d}-of-{len(found):05d}{_SUFFIX}": names for number, names in enumerate(found, start=1)}
 
 
-def write_folder(
-    contents: Sequence[Content],
+def _index_of(files: Mapping[str, Sequence[str]], total_bytes: int) -> str:
+    where = {name: file for file, names in files.items() for name in names}
+    return (
+        json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(where.items()))}, indent=2)
+        + "\n"
+    )
+
+
+def _write_folder(
+    contents: Mapping[str, Offered],
     whole: Callable[[Sequence[str], int], Iterator[tuple[str, torch.Tensor]]],
     folder: Path,
-    *,
     max_file_bytes: int,
     ranks: Ranks,
-    failed: Callable[[], Exception | None] = lambda: None,
+    failures: list[Exception],
 ) -> None:
     """Write ``contents`` to ``folder``, which is not there yet. Collective over ``ranks``, which have agreed on all.
 
     Args:
         contents: what is to be in the folder.
-        whole: gives these names' whole tensors to the rank (of all) ``writer``, and nothing to the others, which must
-            iterate as well.
+        whole: gives these names' whole tensors to the rank (of all) ``writer``; the others must iterate as well.
         folder: its parent is made if it is not there.
         max_file_bytes: of the tensors of one file.
         ranks: file number i is written by the i-th of them, and so on in turns.
-        failed: why ``whole`` has given nothing, or not all, on this rank alone.
+        failures: why ``whole`` has given nothing, or not all, on this rank alone.
 
     Raises:
-        SaveFailed: a rank could not write, on all; what was written is removed.
+        SaveFailed: a rank could not write, on all.
     """
+    files = files_for(contents, max_file_bytes)
+    writing = folder.parent / f".{folder.name}.writing"
+
+    def together(action: Callable[[], None]) -> None:
+        error = None
+        try:
+            action()
+        except Exception as raised:  # whatever it is, the other ranks wait
+            why = f"{type(raised).__name__}: {raised}"
+            error = SaveFailed(
+                f"{_SAVES} to {folder} failed ({why}); what was written of it is removed, and the model is as it was."
+            )
+        agree(ranks, error, [], _SAVES)
+
+    def begin() -> None:
+        if ranks.rank == 0:
+            if writing.exists():
+                shutil.rmtree(writing)  # what a killed save has left
+            writing.mkdir(parents=True)
 
     def write(mine: str | None) -> None:
-        error = failures[0] if failures else failed()
-        if error is not None:
-            raise error
+        for each in failures:
+            raise each
         if mine is not None:
-            _write(assembled, writing / mine)
+            library().torch.save_file(assembled, str(writing / mine), metadata={"format": "pt"})
+            flush(writing / mine)
 
-    def assemble(name: str, tensor: torch.Tensor) -> None:
-        try:
-            if not failures:
-                assembled[name] = tensor.cpu().contiguous()
-        except Exception as error:  # as no memory: the other ranks go on to send, and are told after that
-            failures.append(error)
-            assembled.clear()
+    def finish() -> None:
+        if ranks.rank:
+            return
+        if len(files) > 1:
+            index = writing / f"model{_INDEX}"
+            index.write_text(_index_of(files, sum(each.nbytes for each in contents.values())))
+            flush(index)
+        flush(writing)
+        refuse_existing(folder)  # else an empty folder that has come since would be replaced
+        os.rename(writing, folder)
+        flush(folder.parent)
 
-    failures: list[Exception] = []
-    plan = FolderPlan.of(contents, max_file_bytes)
-    writing = folder.parent / f".{folder.name}.writing"
+    assembled: dict[str, torch.Tensor] = {}
     try:
-        _together(ranks, folder, lambda: _begin(writing) if ranks.rank == 0 else None)
-        files = list(plan.files.items())
-        assembled: dict[str, torch.Tensor] = {}
+        together(begin)
         for first in range(0, len(files), ranks.size):
-            for place, (_, names) in enumerate(files[first : first + ranks.size]):
-                for name, tensor in whole(names, ranks.numbers[place]):
-                    assemble(name, tensor)
+            names = list(files)[first : first + ranks.size]
+            for place, file in enumerate(names):
+                for name, tensor in whole(files[file], ranks.numbers[place]):
+                    try:
+                        if not failures:
+                            assembled[name] = tensor.cpu().contiguous()
+                    except Exception as error:  # as no memory: the other ranks go on to send, and are told after that
+                        failures.append(error)
                     del tensor
-            mine = files[first + ranks.rank][0] if first + ranks.rank < len(files) else None
-            _together(ranks, folder, functools.partial(write, mine))
+            together(functools.partial(write, names[ranks.rank] if ranks.rank < len(names) else None))
             assembled.clear()
-        _together(ranks, folder, lambda: _finish(plan, writing, folder) if ranks.rank == 0 else None)
+        together(finish)
     except SaveFailed:
         if ranks.rank == 0:
             shutil.rmtree(writing, ignore_errors=True)
         raise
-
-
-def _together(ranks: Ranks, folder: Path, action: Callable[[], None]) -> None:
-    """Do this rank's part, and go on if all ranks could."""
-    failure: str | None = None
-    try:
-        action()
-    except Exception as error:  # whatever it is, the other ranks wait
-        failure = f"{type(error).__name__}: {error}"
-    found = ranks.all_gather(failure, f"the outcome of {_SAVES}")
-    text = next((each for each in found if each is not None), None)
-    if text is not None:
-        who = who_has(text, found, ranks.numbers) or "all ranks"
-        raise SaveFailed(
-            f"{_SAVES} to {folder} failed on {who} ({text}); what was written of it is removed, and the model is as it "
-            "was."
-        )
-
-
-def _begin(writing: Path) -> None:
-    if writing.exists():
-        shutil.rmtree(writing)  # what a killed save has left
-    writing.mkdir(parents=True)
-
-
-def _write(assembled: dict[str, torch.Tensor], file: Path) -> None:
-    library().torch.save_file(assembled, str(file), metadata={"format": "pt"})
-    flush(file)
-
-
-def _finish(plan: FolderPlan, writing: Path, folder: Path) -> None:
-    if not plan.is_one:
-        index = writing / f"model{_INDEX}"
-        index.write_text(plan.index())
-        flush(index)
-    flush(writing)
-    refuse_existing(folder)  # else an empty folder that has come since would be replaced
-    os.rename(writing, folder)
-    flush(folder.parent)

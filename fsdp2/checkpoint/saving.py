@@ -15,7 +15,7 @@ import os
 import shutil
 import sys
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -30,14 +30,14 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.arguments import checked
 from fsdp2.checkpoint import manifest
-from fsdp2.checkpoint.contents import MODEL, Contents, Values, is_per_rank
+from fsdp2.checkpoint.contents import MODEL, Contents, Values
 from fsdp2.checkpoint.copies import Samples, refusal_of_copies, samples_of
 from fsdp2.checkpoint.errors import CheckpointError, SaveFailed
 from fsdp2.checkpoint.folders import flush, text_of, time_after_all
 from fsdp2.checkpoint.held import held_by
-from fsdp2.checkpoint.manifest import Entry, Item, Manifest
+from fsdp2.checkpoint.manifest import Manifest
 from fsdp2.checkpoint.optimizers import CLASS, NAMES, Optimizers
-from fsdp2.checkpoint.ranks import Ranks, ranks_of, who_has
+from fsdp2.checkpoint.ranks import Ranks, agree, ranks_of
 from fsdp2.checkpoint.rules import OPTIMIZER_RULE, PATH_RULE, STEP_RULE, VALUES_RULE
 from fsdp2.checkpoint.writing import Part, Planner, Writer
 from fsdp2.errors import FSDPError
@@ -128,76 +128,48 @@ class Save:
             ),
         }
 
-    def write(self, failure: str) -> None:
-        """Write and commit; ``failure``: why this rank cannot, if so. Collective over the ranks.
+    def write(self, error: CheckpointError | None) -> None:
+        """Write and commit; ``error``: why this rank cannot, if so. Collective over the ranks.
 
         Raises:
             SaveFailed: on every rank.
         """
         plans: list[SavePlan] = []
-        described: list[Any] = []
 
         def prepare() -> None:
             self._prepare()
             plans.append(self._planner.create_local_plan())
-            described.append((self._planner.description(), self._head["step"]))
 
-        failure = failure or self.attempt(prepare)
-        found = self._exchange((failure, described, plans, self._samples), "plans")
-        self._refuse([failure for failure, *_ in found])
-        self._refuse_difference([of_rank[0] for _, of_rank, _, _ in found])
-        self._refuse([refusal_of_copies([samples for *_, samples in found], self._ranks.numbers)] * self._ranks.size)
+        error = error or self.attempt(prepare)
+        lines = [] if error is not None else [*self._planner.lines(), f"step {self._head['step']}"]
+        found = self._together(error, lines, (plans, self._samples))
+        if refusal := refusal_of_copies([samples for _, samples in found], self._ranks.numbers):
+            self._together(CheckpointError(refusal))
         parts: list[Part] = []
-        metadata = self._write_parts([of_rank[0] for _, _, of_rank, _ in found], parts)
-        outcome = self.attempt(lambda: self._commit(metadata, parts)) if self._ranks.rank == 0 else ""
-        self._refuse(self._exchange(outcome, "the commit"))
+        metadata = self._write_parts([of_rank[0] for of_rank, _ in found], parts)
+        self._together(self.attempt(lambda: self._commit(metadata, parts)) if self._ranks.rank == 0 else None)
 
     # -- what ranks tell each other
 
-    def attempt(self, action: Callable[[], Any]) -> str:
-        """Why ``action`` failed; "" if it did not."""
+    def attempt(self, action: Callable[[], Any]) -> CheckpointError | None:
+        """Why ``action`` failed, if it did."""
         try:
             action()
         except (Exception, SystemExit) as error:  # every rank is told, and raises it
-            return _cause(error)
-        return ""
+            return CheckpointError(_cause(error))
+        return None
 
-    def _exchange(self, value: Any, what: str) -> list[Any]:
+    def _together(self, error: Exception | None, lines: Sequence[str] = (), own: Any = None) -> list[Any]:
+        """`agree`; whatever speaks against that is the end of the save."""
         try:
-            return self._ranks.all_gather(value, f"{what} of the checkpoint {self._path.name}")
-        except RuntimeError as error:
-            # A rank is gone, or never comes: the folder without a final name stays, for the next save to remove.
-            raise SaveFailed(f"the checkpoint {self._path} was not saved: {_cause(error)}") from error
-
-    def _refuse(self, failures: list[str]) -> None:
-        failed = [(number, each) for number, each in zip(self._ranks.numbers, failures, strict=True) if each]
-        if not failed:
-            return
-        if self._ranks.rank == 0:
-            shutil.rmtree(self.folder, ignore_errors=True)
-        cause = failed[0][1]
-        who = who_has(cause, failures, self._ranks.numbers)
-        where = f"{who}: " if who else ""
-        others = [each for each, failure in failed[1:] if failure != cause]
-        more = f" (also on the ranks {others}, for other reasons)" if others else ""
-        raise SaveFailed(
-            f"the checkpoint {self._path} was not saved: {where}{cause}{more}\nThe model, the optimizer and "
-            "earlier checkpoints are as they were; training may go on."
-        )
-
-    def _refuse_difference(self, described: list[Any]) -> None:
-        """Ranks that have different things cannot save one checkpoint of them."""
-        if len(set(described)) <= 1:
-            return
-        everyone = self._exchange([*self._planner.lines(), f"step {self._head['step']}"], "the contents")
-        failures = []
-        for lines in everyone:
-            mine, first = set(lines), set(everyone[0])
-            differ = [f"+ {each}" for each in sorted(mine - first)] + [f"- {each}" for each in sorted(first - mine)]
-            differ = [each for each in differ if not is_per_rank(each[2:])]
-            shown = "\n".join(differ[:20])
-            failures.append(f"it has other tensors or values than the first rank:\n{shown}" if differ else "")
-        self._refuse(failures)
+            return agree(self._ranks, error, lines, f"the save of {self._path.name}", own)
+        except RuntimeError as failure:
+            if self._ranks.rank == 0:
+                shutil.rmtree(self.folder, ignore_errors=True)
+            raise SaveFailed(
+                f"the checkpoint {self._path} was not saved: {failure}\nThe model, the optimizer and earlier "
+                "checkpoints are as they were; training may go on."
+            ) from failure
 
     # -- files
 
@@ -225,10 +197,8 @@ class Save:
             mine = self._planner.finish_plan(writer.prepare_global_plan(ours)[self._ranks.rank])
             part.append(writer.write(mine, self._planner))
 
-        failure = self.attempt(write)
-        found = self._exchange((failure, part[0] if part else None), "what was written")
-        self._refuse([failure for failure, _ in found])
-        parts += [each for _, each in found]
+        error = self.attempt(write)
+        parts += self._together(error, [], part[0] if part else None)
         return made[0]
 
     def _commit(self, metadata: Metadata, parts: list[Part]) -> None:
@@ -257,31 +227,26 @@ class Save:
 
     def _manifest(self, metadata: Metadata, parts: list[Part]) -> Manifest:
         placements, mesh = _placements(self._planner.state_dict)
-        items: dict[str, list[Item]] = {}
+        items: dict[str, list[dict[str, Any]]] = {}
         files: dict[str, int] = {}
-        sizes = {
-            (name, tuple(chunk.offsets)): tuple(chunk.sizes)
-            for name, found in metadata.state_dict_metadata.items()
-            if isinstance(found, TensorStorageMetadata)
-            for chunk in found.chunks
-        }
+        tensors = {n: m for n, m in metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
+        sizes = {(n, tuple(chunk.offsets)): tuple(chunk.sizes) for n, m in tensors.items() for chunk in m.chunks}
         for part in parts:
             files |= part.files
             for result, crcs in zip(part.results, part.crcs, strict=True):
-                name, info = result.index.fqn, result.storage_data
-                offsets = tuple(result.index.offset or ())
-                crc = {record: manifest.crc_text(value) for record, value in crcs.items()}
-                of_item = (info.relative_path, info.offset, info.length, offsets, sizes.get((name, offsets), ()))
-                items.setdefault(name, []).append(Item(*of_item, crc))
-        entries = {}
-        for name, found in metadata.state_dict_metadata.items():
-            of_entry = tuple(sorted(items.get(name, ()), key=lambda item: item.offsets))
-            if isinstance(found, TensorStorageMetadata):
-                dtype = str(found.properties.dtype).removeprefix("torch.")
-                placement, first = placements.get(name, ""), self._aliases.get(name, "")
-                entries[name] = Entry(tuple(found.size), dtype, placement, first, of_entry)
-            else:
-                entries[name] = Entry(None, items=of_entry)
+                info, offsets = result.storage_data, tuple(result.index.offset or ())
+                item = {"file": info.relative_path, "start": info.offset, "nbytes": info.length, "offsets": offsets}
+                item |= {"sizes": sizes.get((result.index.fqn, offsets), ()), "crc32": crcs}
+                items.setdefault(result.index.fqn, []).append(item)
+        entries: dict[str, dict[str, Any]] = {}
+        for name in metadata.state_dict_metadata:
+            entry: dict[str, Any] = {"items": sorted(items.get(name, ()), key=lambda item: item["offsets"])}
+            if name in tensors:
+                entry |= {"dtype": str(tensors[name].properties.dtype).removeprefix("torch.")}
+                entry |= {"placement": placements.get(name, ""), "same_as": self._aliases.get(name, "")}
+            entries[name] = {key: value for key, value in entry.items() if value}
+            if name in tensors:
+                entries[name]["shape"] = tuple(tensors[name].size)
         data = (self.folder / ".metadata").read_bytes()
         files[".metadata"] = len(data)
         now = text_of(datetime.now(timezone.utc))

@@ -60,6 +60,13 @@ class Source:
         start = f"{prefix}."
         return (name[len(start) :] for name in self.names if name.startswith(start))
 
+    def items(self) -> list[MetadataIndex]:
+        """One index of each item in files, in their order."""
+        places: dict[tuple[str, int], MetadataIndex] = {}
+        for index, info in self.metadata.storage_data.items():
+            places.setdefault((info.relative_path, info.offset), index)
+        return [places[each] for each in sorted(places)]
+
     def files(self) -> dict[str, int]:
         """Names of files, and how many bytes each has at least; by the manifest, exactly."""
         sizes: dict[str, int] = {}

@@ -6,9 +6,8 @@ Everything is compared, on all ranks, before anything is written. Knows nothing 
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,12 +19,11 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import _torch
 from fsdp2.arguments import Rule, checked
 from fsdp2.checkpoint.blocked import block, unblock
-from fsdp2.checkpoint.boxes import at_box, boxes_here, boxes_of, entries, pieces_of, sizes_of
+from fsdp2.checkpoint.boxes import at_box, boxes_here, entries, pieces_of, sizes_of
 from fsdp2.checkpoint.comparing import Difference, table
 from fsdp2.checkpoint.errors import CheckpointMismatch
 from fsdp2.checkpoint.held import (
     Held,
-    agree,
     company_of,
     held_by,
     materialize,
@@ -34,11 +32,10 @@ from fsdp2.checkpoint.held import (
     settle,
     shape_text,
 )
-from fsdp2.checkpoint.ranks import Ranks
+from fsdp2.checkpoint.ranks import Ranks, agree
 from fsdp2.checkpoint.report import LoadReport
 from fsdp2.checkpoint.rules import BYTES_RULE, RENAME_RULE, is_int
 from fsdp2.checkpoint.source import Rename, renamed
-from fsdp2.core.layout import PACKED_ALIGNMENT_BYTES, align
 from fsdp2.core.param import is_subclass
 from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError, FSDPValueError
 from fsdp2.model.broadcast_parameters import device_that_travels
@@ -59,6 +56,11 @@ class Offered(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -296,15 +298,6 @@ def load_full(
     return load_from(model, found, _LOADS, arguments=arguments, strict=strict, cast=cast)
 
 
-class _Sent(NamedTuple):
-    """A piece of a tensor that the rank ``source`` of all has, and sends."""
-
-    source: int
-    key: str
-    box: Box
-    nbytes: int
-
-
 class _States(Source):
     """A state dict that every rank has."""
 
@@ -364,37 +357,24 @@ class _States(Source):
         return lines
 
     def write(self, wanted: Sequence[Wanted]) -> int:
-        """Copy rows of whole tensors; send what lies otherwise."""
-        moved: dict[str, tuple[Any, Any]] = {}
+        """Copy rows of whole tensors; send what lies otherwise: each part once, from the first rank that has it."""
+        moved: dict[str, tuple[Box, ...]] = {}
         for each in wanted:
             value = self.values[each.key].detach()
             if not isinstance(value, DTensor):
-                outer = tuple((0, size) for size in value.shape)
-                for box, view in entries(each.held.local, each.boxes, outer):
-                    view.copy_(at_box(value, box, outer))
+                _take(each, value, tuple((0, size) for size in value.shape))
             elif _lies(value) == _lies(each.held.tensor):
                 each.held.local.copy_(_torch.local_of(value))
             else:
-                spec = _torch.spec_of(value)
-                moved[each.key] = (spec.mesh.mesh.tolist(), tuple(spec.placements))
-        if moved:
-            places = self.ranks.all_gather(moved, f"where the tensors are that {_LOADS} reads")[0]
-            sent = [piece for key, place in places.items() for piece in self._pieces(key, *place)]
-            _send(sent, self.values, wanted, self.group, self._budget)
+                moved[each.key] = boxes_here(value) or ()
+        of_ranks = self.ranks.all_gather(moved, f"where the tensors are that {_LOADS} reads")
+        for each in wanted:
+            seen: set[Box] = set()
+            for rank, boxes in zip(self.ranks.numbers, (found.get(each.key, ()) for found in of_ranks), strict=True):
+                for box in [box for box in boxes if box not in seen]:
+                    seen.add(box)
+                    _send(each, self.values[each.key], box, rank, self.group, self._budget)
         return 0
-
-    def _pieces(self, key: str, mesh: Any, placements: Sequence[Any]) -> Iterator[_Sent]:
-        """Of a DTensor: each part once, from the first rank that has it."""
-        ranks, value = torch.tensor(mesh, device="cpu"), self.values[key]
-        seen: set[Box] = set()
-        for coordinate in torch.ones(ranks.shape, device="cpu").nonzero().tolist():
-            boxes = boxes_of(ranks.shape, placements, value.shape, coordinate)
-            assert boxes is not None, "it was looked at before"
-            for box in [each for each in boxes if each not in seen]:
-                seen.add(box)
-                for piece in pieces_of(box, value.element_size(), self._budget):
-                    nbytes = math.prod(sizes_of(piece)) * value.element_size()
-                    yield _Sent(int(ranks[tuple(coordinate)]), key, piece, nbytes)
 
 
 def _refuse_value(name: str, value: Any) -> None:
@@ -415,13 +395,11 @@ def _refuse_value(name: str, value: Any) -> None:
         raise FSDPRuntimeError(f"{_LOADS} finds no values in '{name}' of the state dict, which is on the meta device.")
     if is_subclass(plain) or plain.layout is not torch.strided:
         raise FSDPNotImplementedError(f"'{name}' of the state dict is a {type(plain).__name__} of {plain.layout}.")
-    if isinstance(value, DTensor):
-        sizes = tuple(value.device_mesh.shape)
-        if boxes_of(sizes, value.placements, value.shape, (0,) * len(sizes)) is None:
-            raise FSDPNotImplementedError(
-                f"'{name}' of the state dict is a DTensor with placements {list(value.placements)}, whose parts are no "
-                "rows or columns of the whole: pass its full_tensor()."
-            )
+    if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is not None and boxes_here(value) is None:
+        raise FSDPNotImplementedError(
+            f"'{name}' of the state dict is a DTensor with placements {list(value.placements)}, whose parts are no "
+            "rows or columns of the whole: pass its full_tensor()."
+        )
 
 
 def _lies(tensor: torch.Tensor) -> str:
@@ -476,88 +454,34 @@ class _FromRank(Source):
 
     def write(self, wanted: Sequence[Wanted]) -> int:
         """Broadcast pieces of all that is wanted."""
-        sent = []
         for each in wanted:
             shape, dtype = self._known[each.key]
-            for piece in pieces_of(tuple((0, size) for size in shape), dtype.itemsize, self._budget):
-                sent.append(_Sent(self._rank, each.key, piece, math.prod(sizes_of(piece)) * dtype.itemsize))
-        _send(sent, self._states.values, wanted, self.group, self._budget, dtypes=self._known)
+            value = self._states.values[each.key] if self._is_mine else torch.empty(shape, dtype=dtype, device="meta")
+            _send(each, value, tuple((0, size) for size in shape), self._rank, self.group, self._budget)
         return 0
 
 
 def _send(
-    sent: Sequence[_Sent],
-    values: Mapping[str, Any],
-    wanted: Sequence[Wanted],
-    group: dist.ProcessGroup | None,
-    budget: int,
-    *,
-    dtypes: Mapping[str, Offered] | None = None,
+    wanted: Wanted, value: torch.Tensor, box: Box, source: int, group: dist.ProcessGroup | None, budget: int
 ) -> None:
-    """Broadcast pieces, of ``values`` where this rank has them, as many at a time as fit; each rank keeps its own part.
+    """Broadcast a box of ``value`` from the rank ``source`` of all, a piece at a time; each rank keeps its own part.
 
-    Collective over ``group``, whose ranks pass the same pieces.
+    Collective over ``group``.
     """
-    targets = {each.key: each for each in wanted}
-    messages = list(_messages(sent, budget))
     device = torch.device("cpu") if group is None else device_that_travels(torch.device("cpu"), group)
-    most = max((message[-1][1] + message[-1][0].nbytes for message in messages), default=0)
-    buffer = torch.empty(most, dtype=torch.uint8, device=device)
-    for message in messages:
-        _send_message(message, values, targets, group, dtypes, buffer)
-
-
-def _messages(sent: Iterable[_Sent], budget: int) -> Iterator[list[tuple[_Sent, int]]]:
-    """Pieces of one rank that travel together, and where each begins in the message."""
-    message: list[tuple[_Sent, int]] = []
-    end = 0
-    for piece in sent:
-        if message and (end + piece.nbytes > budget or piece.source != message[0][0].source):
-            yield message
-            message, end = [], 0
-        message.append((piece, end))
-        end = align(end + piece.nbytes, PACKED_ALIGNMENT_BYTES)
-    if message:
-        yield message
-
-
-def _send_message(
-    message: Sequence[tuple[_Sent, int]],
-    values: Mapping[str, Any],
-    targets: Mapping[str, Wanted],
-    group: dist.ProcessGroup | None,
-    dtypes: Mapping[str, Offered] | None,
-    buffer: torch.Tensor,
-) -> None:
-    """Broadcast one message: a large contiguous piece from where it lies, others packed into ``buffer``."""
-    is_mine = group is None or dist.get_rank() == message[0][0].source
-    parts: list[torch.Tensor] = []
-    if is_mine:
-        for piece, _ in message:
-            value = values[piece.key].detach()
-            boxes = boxes_here(value)
-            assert boxes is not None, "it was cut into pieces of these"
-            ((_, part),) = entries(_torch.plain_of(value), boxes, piece.box)
-            parts.append(part)
-    lies = (
-        parts[0]
-        if len(parts) == 1 and parts[0].is_contiguous() and parts[0].device.type == buffer.device.type
-        else None
-    )
-    buffer = buffer[: message[-1][1] + message[-1][0].nbytes]
-    slots: list[torch.Tensor] = []
-    for index, (piece, start) in enumerate(message):
-        dtype = values[piece.key].dtype if dtypes is None else dtypes[piece.key].dtype
-        if lies is None:
-            slots.append(buffer[start : start + piece.nbytes].view(dtype).view(sizes_of(piece.box)))
-            if is_mine:
-                slots[-1].copy_(parts[index])
+    for piece in pieces_of(box, value.element_size(), budget):
+        if group is None or dist.get_rank() == source:
+            ((_, part),) = entries(_torch.plain_of(value.detach()), boxes_here(value) or (), piece)
+            part = part.to(device).contiguous()
         else:
-            slots.append(lies)
-    if group is not None:
-        sent = buffer if lies is None else lies.view(-1).view(torch.uint8)
-        dist.broadcast(sent, src=message[0][0].source, group=group)
-    for (piece, _), slot in zip(message, slots, strict=True):
-        target = targets[piece.key]
-        for box, view in entries(target.held.local, target.boxes, piece.box):
-            view.copy_(at_box(slot, box, piece.box))
+            part = torch.empty(sizes_of(piece), dtype=value.dtype, device=device)
+        if group is not None:
+            dist.broadcast(part.view(-1).view(torch.uint8), src=source, group=group)
+        _take(wanted, part, piece)
+        del part  # before the next is received
+
+
+def _take(wanted: Wanted, part: torch.Tensor, box: Box) -> None:
+    """Write what this rank has of ``box`` of the whole, whose values are ``part``."""
+    for each, view in entries(wanted.held.local, wanted.boxes, box):
+        view.copy_(at_box(part, each, box))

@@ -9,9 +9,9 @@ from __future__ import annotations
 import io
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -24,8 +24,7 @@ from fsdp2.checkpoint.contents import Path as KeyPath
 from fsdp2.checkpoint.contents import is_of_rank_0, is_per_rank
 from fsdp2.checkpoint.errors import CheckpointError
 from fsdp2.checkpoint.names import Names
-from fsdp2.checkpoint.zips import Slice, directory_of
-from fsdp2.core.plan import fingerprint
+from fsdp2.checkpoint.reading import Item, checksums_of
 
 
 class Pickled(io.BytesIO):
@@ -59,14 +58,9 @@ class Planner(DefaultSavePlanner):
         self.state_dict: dict[str, Any] = flat if copy is None else copy(flat)
         self.is_coordinator = self._rank == 0
 
-    def description(self) -> int:
-        """A fingerprint of what must be the same on all ranks."""
-        lines = [f"{key} {_described(value)}" for key, value in self.state_dict.items() if not is_per_rank(key)]
-        return fingerprint("\n".join(sorted(lines)))
-
     def lines(self) -> list[str]:
-        """The same, for people."""
-        return sorted(f"{key} {_described(value)}" for key, value in self.state_dict.items())
+        """What must be the same on all ranks."""
+        return sorted(f"{key} {_described(value)}" for key, value in self.state_dict.items() if not is_per_rank(key))
 
     def create_local_plan(self) -> SavePlan:
         """Of what this rank has, that which it may have to write."""
@@ -123,7 +117,7 @@ class Part(NamedTuple):
     """
 
     results: list[WriteResult]
-    crcs: list[dict[str, int]]
+    crcs: list[dict[str, str]]
     files: dict[str, int]
 
 
@@ -144,21 +138,15 @@ class Writer(FileSystemWriter):
         with with_checksums():
             results = self.write_data(plan, planner).wait()
         folder = Path(self.path)
-        crcs, files = [], {}
-        opened: dict[str, Any] = {}
-        try:
+        files = {name: (folder / name).stat().st_size for name in {each.storage_data.relative_path for each in results}}
+        crcs = []
+        with ExitStack() as stack:
+            opened = {name: stack.enter_context((folder / name).open("rb")) for name in files}
             for result in results:
                 info = result.storage_data
-                file = opened.get(info.relative_path)
-                if file is None:
-                    path = folder / info.relative_path
-                    files[info.relative_path] = path.stat().st_size
-                    file = opened[info.relative_path] = path.open("rb", buffering=0)
-                records = directory_of(Slice(file, info.offset, info.length))
-                crcs.append({name: record.crc for name, record in records.items() if _is_content(name)})
-        finally:
-            for file in opened.values():
-                file.close()
+                item = cast(IO[bytes], Item(opened[info.relative_path], info))
+                sums = checksums_of(item, reads=lambda _: False)
+                crcs.append({name: crc for name, crc in sums.items() if _is_content(name)})
         return Part(results, crcs, files)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

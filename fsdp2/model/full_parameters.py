@@ -361,7 +361,7 @@ def _lend(batch: _Taken, options: _Options) -> None:
     replica = 0 if mesh.replicate_group is None else dist.get_rank(mesh.replicate_group)
     if not options.rank0_only or replica == 0:
         parts = [Part(*each) for each in zip(locals_, partitions, strict=True)]
-        wholes = whole_tensors(parts, mesh, device=device, only_first=options.rank0_only)
+        wholes = whole_tensors(parts, mesh, device=device, only=0 if options.rank0_only else None)
     gradients = dict(zip(trained, wholes[len(params) :], strict=False))
     for index, param in enumerate(params):
         whole = _whole_parameter(param, wholes[index], gradients.get(param)) if wholes else None

@@ -16,7 +16,8 @@ from fsdp2.plugs.watchdog.states import Begun, LineState, State, WaitingRank
 from fsdp2.plugs.watchdog.verdict import Silence, judge
 
 PASS_ON = {
-    "checkpoint/held.py": "the class and text of another rank's error",
+    "checkpoint/ranks.py": "the class and text of another rank's error",
+    "checkpoint/saving.py": "what has kept a rank from saving",
     "compat/fsdp1/inspection.py": "a name that there is not, to hasattr",
     "compiled/entry.py": "a reason of compiled/support.py",
     "compiled/tracing.py": "the same",

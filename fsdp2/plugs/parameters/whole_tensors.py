@@ -5,7 +5,7 @@ One exchange gathers all of them. Large tensors that are split evenly arrive in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from fsdp2.core.gather import Transfer
 from fsdp2.core.layout import DIRECT_THRESHOLD_BYTES, PACKED_ALIGNMENT_BYTES, Region, align, byte_start
 from fsdp2.core.mesh import DataParallelMesh
 from fsdp2.core.param import Link
-from fsdp2.core.sharding import Partition, Sharding, place_rows
+from fsdp2.core.sharding import Partition, Sharding, in_memory_order, local_shard, place_rows
 from fsdp2.core.streams import device_for
 from fsdp2.core.transport import transport_of
 
@@ -39,9 +39,25 @@ class Part(NamedTuple):
         partition = self.partition
         return partition.outer * partition.rows(world_size) * partition.row_numel
 
+    def is_sent_by_owner(self) -> bool:
+        """Whether one rank has all of it, and it is worth a message of its own."""
+        nbytes = self.partition.numel * self.local.element_size()
+        return self.partition.owner is not None and nbytes >= DIRECT_THRESHOLD_BYTES
+
+    def arrives_in_place(self, world_size: int, itemsize: int) -> bool:
+        """Whether it is worth a transfer of its own, and what the ranks send is, one after the other, the whole."""
+        partition = self.partition
+        return (
+            partition.numel * itemsize >= DIRECT_THRESHOLD_BYTES
+            and partition.arrives_in_order
+            and partition.owner is None
+            and not partition.order
+            and partition.rows(world_size) * world_size == partition.size
+        )
+
 
 def whole_tensors(
-    parts: Sequence[Part], mesh: DataParallelMesh, *, device: torch.device | None = None, only_first: bool = False
+    parts: Sequence[Part], mesh: DataParallelMesh, *, device: torch.device | None = None, only: int | None = None
 ) -> list[torch.Tensor]:
     """Gather every tensor in full, in the dtype of its part, into memory of its own. One exchange for all of them.
 
@@ -49,20 +65,20 @@ def whole_tensors(
 
     Args:
         parts: one for each tensor.
-        mesh: the mesh that they are sharded over.
-        device: the device of the results; by default the device of each part.
-        only_first: only the first of these ranks gets them. The others get an empty list, and allocate nothing but
-            what they send.
+        mesh: over which they are cut.
+        device: where the results are to be; by default where their parts are.
+        only: the place of the only one of these ranks that gets them. The others get an empty list, and allocate
+            nothing but what they send.
     """
     if mesh.shard_size == 1:
         return [_alone(part).to(device or part.local.device, copy=True) for part in parts]
-    if only_first:
-        return _on_first(parts, mesh, device)
-    wholes: dict[int, torch.Tensor] = {}
+    wholes = {index: _from_owner(part, mesh) for index, part in enumerate(parts) if part.is_sent_by_owner()}
+    if only is not None:
+        rest = _on_one([part for index, part in enumerate(parts) if index not in wholes], mesh, device, only)
+        return _in_order(parts, wholes, rest, device) if mesh.shard_rank == only else []
     members: list[Transfer] = []
     for index, part in enumerate(parts):
-        # Only a large tensor is worth a transfer of its own, which saves the copies in and out of the packed bytes.
-        if _arrives_in_place(part, mesh.shard_size):
+        if part.arrives_in_place(mesh.shard_size, part.local.element_size()):
             wholes[index] = _empty(part, mesh.device)
             sent_whole = part.local.to(mesh.device).contiguous().view(-1)
             members.append((on_the_wire(wholes[index].view(-1)), on_the_wire(sent_whole)))
@@ -75,36 +91,43 @@ def whole_tensors(
     transport_of(mesh.shard_group, mesh.device).all_gather(members, works)
     for work in works or ():
         work.wait()
-    unpacked = iter(_unpack(packed, received, offsets, mesh, device))
+    return _in_order(parts, wholes, _unpack(packed, received, offsets, mesh, device), device)
+
+
+def _in_order(
+    parts: Sequence[Part], wholes: Mapping[int, torch.Tensor], rest: Sequence[torch.Tensor], device: torch.device | None
+) -> list[torch.Tensor]:
+    others = iter(rest)
     return [
-        wholes[index].to(device or part.local.device) if index in wholes else next(unpacked)
+        wholes[index].to(device or part.local.device) if index in wholes else next(others)
         for index, part in enumerate(parts)
     ]
 
 
-def _on_first(parts: Sequence[Part], mesh: DataParallelMesh, device: torch.device | None) -> list[torch.Tensor]:
+def _from_owner(part: Part, mesh: DataParallelMesh) -> torch.Tensor:
+    """A broadcast: an all-gather would take as much from every rank."""
+    whole, owner = _empty(part, mesh.device), part.partition.owner
+    if mesh.shard_rank == owner:
+        whole.copy_(part.local.view(whole.shape))
+    flat = in_memory_order(whole, part.partition).reshape(-1)
+    dist.broadcast(on_the_wire(flat), group=mesh.shard_group, group_src=owner)
+    return whole
+
+
+def _on_one(
+    parts: Sequence[Part], mesh: DataParallelMesh, device: torch.device | None, place: int
+) -> list[torch.Tensor]:
     sent, offsets = _pack(parts, mesh)
-    received = sent.new_empty(mesh.shard_size * sent.numel() if mesh.shard_rank == 0 else 0)
-    into = list(received.view(mesh.shard_size, -1).unbind()) if mesh.shard_rank == 0 else None
-    dist.gather(sent, into, group=mesh.shard_group, group_dst=0)
+    gets = mesh.shard_rank == place
+    received = sent.new_empty(mesh.shard_size * sent.numel() if gets else 0)
+    into = list(received.view(mesh.shard_size, -1).unbind()) if gets else None
+    dist.gather(sent, into, group=mesh.shard_group, group_dst=place)
     return [] if into is None else _unpack(parts, received, offsets, mesh, device)
 
 
 def _alone(part: Part) -> torch.Tensor:
     """The full tensor, for a part of which this rank has all."""
     return part.local.view(part.partition.shape) if part.partition.leading > 1 else part.local
-
-
-def _arrives_in_place(part: Part, world_size: int) -> bool:
-    """Whether ``part`` is large, and the ranks' shards, one after the other, are the full tensor in memory."""
-    partition = part.partition
-    return (
-        partition.numel * part.local.element_size() >= DIRECT_THRESHOLD_BYTES
-        and partition.arrives_in_order
-        and partition.owner is None
-        and not partition.order
-        and partition.rows(world_size) * world_size == partition.size
-    )
 
 
 def _empty(part: Part, device: torch.device | None = None) -> torch.Tensor:
@@ -145,8 +168,17 @@ def _placed(part: Part, of_ranks: torch.Tensor, world_size: int, device: torch.d
     partition, whole = part.partition, _empty(part, device)
     if not whole.numel():
         return whole
-    senders = of_ranks if partition.owner is None else of_ranks[partition.owner : partition.owner + 1]
-    return whole.copy_(place_rows(senders, partition, partition.rows(world_size)))
+    rows = partition.rows(world_size)
+    if partition.owner is not None:
+        of_ranks = of_ranks[partition.owner : partition.owner + 1]
+    elif partition.dim is not None and not partition.arrives_in_order:  # rank by rank, with no copy between
+        for rank, row in enumerate(of_ranks):
+            shape = partition.local_shape(rows, rank)
+            if 0 not in shape:
+                sent = row.as_strided(shape, partition.stride(shape), row.storage_offset())
+                local_shard(whole, partition, rows, rank).copy_(sent)
+        return whole
+    return whole.copy_(place_rows(of_ranks, partition, rows))
 
 
 def _offsets(parts: Sequence[Part], world_size: int) -> tuple[list[int], int]:

@@ -77,6 +77,7 @@ def train(folder: Path, asynchronous: bool) -> list[dict[str, Any]]:
             states.append(parts.state())  # draws, which the saved generators have not
         if asynchronous:
             assert parts.checkpoints._background is not None
+    dist.barrier()  # the first rank removes
     assert parts.checkpoints._background is None and parts.checkpoints.steps() == [4, 6, 7]
     return states
 

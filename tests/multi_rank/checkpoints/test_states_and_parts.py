@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import errno
 import functools
 import io
@@ -27,12 +26,10 @@ from fsdp2.checkpoint import (
     Checkpoints,
     SaveFailed,
     load,
-    loading,
     save,
     save_safetensors,
 )
-from fsdp2.checkpoint.reading import Reader, key_of
-from fsdp2.checkpoint.source import open_source
+from fsdp2.checkpoint.reading import Reader
 from fsdp2.checkpoint.whole import _States
 from tests.harness import multi_rank
 
@@ -191,7 +188,7 @@ def test_a_damaged_tensor_is_not_exported(world_size: int, tmp_path: Path) -> No
     if dist.get_rank() == 0:
         flip(tmp_path / "c", model[1].weight.to_local().detach())
     dist.barrier()
-    with pytest.raises((SaveFailed, CheckpointDamaged), match=r"its checksum is .*, and was"):
+    with pytest.raises((SaveFailed, CheckpointDamaged), match="its checksum is "):
         save_safetensors(tmp_path / "c", tmp_path / "out", max_file_bytes=256)
     dist.barrier()
     assert not list(tmp_path.glob("*out*"))
@@ -252,7 +249,7 @@ def test_ranks_that_open_different_checkpoints_load_none(torchs: bool, tmp_path:
             save(folder, model)
     own = tmp_path / f"node{dist.get_rank()}" / "c"
     before = [parameter.full_tensor() for parameter in model.parameters()]
-    says = r"ranks 0 and 1 ask for different things: the checkpoint with \.metadata \w+.* and the checkpoint with "
+    says = r"(?s)the ranks differ in what the load .*-the checkpoint with \.metadata \w+.*\+the checkpoint with "
     with pytest.raises(CheckpointError, match=says):
         load(own, model)
     assert all(torch.equal(p.full_tensor(), b) for p, b in zip(model.parameters(), before, strict=True))
@@ -596,23 +593,6 @@ def test_a_value_of_a_class_that_is_not_here_is_no_damage(tmp_path: Path) -> Non
         assert not isinstance(raised.value, CheckpointDamaged)
 
 
-@multi_rank(1)
-def test_few_files_are_open_at_a_time(tmp_path: Path) -> None:
-    model = build()
-    save(tmp_path / "c", model)
-    source = open_source(tmp_path / "c")
-    names = [index for index in source.metadata.storage_data if index.offset is not None]
-    with Reader(source) as reader:
-        for number in range(40):  # as if each were in a file of its own
-            info = source.metadata.storage_data[names[number % len(names)]]
-            name = f"copy{number}"
-            (tmp_path / "c" / name).write_bytes((tmp_path / "c" / info.relative_path).read_bytes())
-            source.metadata.storage_data[names[number % len(names)]] = dataclasses.replace(info, relative_path=name)
-            reader.verify(key_of(names[number % len(names)]))
-            assert len(reader._files) <= 16
-    assert not reader._files
-
-
 @multi_rank(1, 2)
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_program_without_checksums_of_its_own_has_those_of_checkpoints(asynchronous: bool, tmp_path: Path) -> None:
@@ -646,14 +626,14 @@ def test_every_part_of_what_was_written_in_part_refuses_to_run(stop: type[BaseEx
     save(tmp_path / "g", model["g"])
 
     def failing(module: nn.Module, *, whole: bool = False) -> None:
-        read, write = loading.read_tensors, _States.write
+        read, write = Reader.read, _States.write
 
         def stopped(*arguments: Any) -> None:
             (write if whole else read)(*arguments)  # type: ignore[operator]
             raise stop()
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(*((_States, "write", stopped) if whole else (loading, "read_tensors", stopped)))
+            patch.setattr(*((_States, "write", stopped) if whole else (Reader, "read", stopped)))
             with pytest.raises((stop, CheckpointError)):
                 fsdp2.checkpoint.load_full(module, whole_g) if whole else load(tmp_path / "all", module)
 

@@ -127,9 +127,9 @@ def asks(folder: Path) -> None:
     save(folder / "saved", run.model, run.optimizer, step=3)
     before = snapshot(run)
     first = dist.get_rank() == 0
-    with pytest.raises(CheckpointError, match=r"ranks 0 and 1 ask for different things: .*only"):
+    with pytest.raises(CheckpointError, match=r"(?s)the ranks differ in what the load of saved .*only"):
         load(folder / "saved", run.model, only="blocks.*" if first else None)
-    with pytest.raises(CheckpointError, match=r"ranks 0 and 1 ask for different things: optimizer"):
+    with pytest.raises(CheckpointError, match=r"(?s)the ranks differ in what the load of saved .*optimizer"):
         load(folder / "saved", run.model, run.optimizer if first else None)
     with pytest.raises(CheckpointError, match=r"only='block\.\*' takes nothing of the model: its names are as"):
         load(folder / "saved", run.model, only="block.*")

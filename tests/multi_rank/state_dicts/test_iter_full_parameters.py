@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from fsdp2 import FSDPRuntimeError, FSDPValueError, Owned, full_parameters, fully_shard
@@ -52,37 +50,6 @@ def test_all_layouts_and_budgets(layout: str, world_size: int) -> None:
                 assert not any(each.requires_grad for each in found.values())
             else:
                 assert not found
-
-
-@multi_rank(2, 4)
-def test_all_ranks_of_a_group_meet_there_before_some_of_them_send(world_size: int) -> None:
-    """NCCL's first exchange over a group is one of all of its ranks; not all of them have rows to send."""
-    seen: list[tuple[str, object]] = []
-    compare, send = iterating.disagreement, dist.batch_isend_irecv
-
-    def compared(text: str, group: dist.ProcessGroup, *others: Any) -> str | None:
-        seen.append(("meet", group))
-        return compare(text, group, *others)
-
-    def sent(operations: list[dist.P2POp]) -> list[dist.Work]:
-        seen.append(("send", operations[0].group))
-        return send(operations)
-
-    mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("replicate", "shard"))
-    model = nn.Linear(300, 400, bias=False)
-    expected = expected_of(model)
-    fully_shard(model, mesh=mesh, shard_placement_fn=lambda parameter: Owned(0))
-    group = mesh["shard"].get_group()
-    with (
-        mock.patch.object(iterating, "disagreement", compared),
-        mock.patch.object(dist, "batch_isend_irecv", sent),
-    ):
-        for _ in range(2):
-            assert len(listed(model, rank=1)) == (dist.get_rank() == 1)
-    of_group = [kind for kind, over in seen if over is group]
-    here = dist.get_rank() < 2  # the others' group has nobody who is given any
-    assert of_group == (["meet", "send", "send"] if here else [])
-    assert_same("parameters", listed(model), expected)
 
 
 @multi_rank(2, full=(4,))
@@ -193,13 +160,13 @@ SLACK = 64 << 10
 @pytest.mark.parametrize("cut", ["rows", "columns", "owned"])
 @pytest.mark.parametrize("budget", [MIB // 2, 3 * MIB, 8 * MIB, 64 * MIB])
 def test_peaks(cut: str, budget: int) -> None:
-    """The budget or the largest parameter; an eighth more for one that is cut at another dim."""
+    """The budget or the largest parameter; and what is received, where it does not arrive in place."""
     placements = {"rows": None, "columns": lambda p: Shard(1), "owned": lambda p: Owned(p.shape[1] % 2)}
     torch.manual_seed(3)
     model = fully_shard(Stack(), shard_placement_fn=placements[cut])
     largest = max(each.numel() * 4 for each in model.parameters())
-    bound = max(budget, largest * 9 // 8 if cut == "columns" else largest) + SLACK
     for rank in (None, 1):
+        bound = max(budget, largest if cut == "owned" else (2.01 + 1 / dist.get_world_size()) * largest) + SLACK
 
         def iterate(rank: int | None = rank) -> None:
             for _, tensor in iter_full_parameters(model, budget_bytes=budget, rank=rank):
@@ -211,7 +178,7 @@ def test_peaks(cut: str, budget: int) -> None:
         if rank in (None, dist.get_rank()):
             assert peak >= largest, "it was seen"
         elif cut != "owned":
-            assert peak <= bound // dist.get_world_size() + SLACK, "what it sends"
+            assert peak <= max(budget, largest) // dist.get_world_size() + SLACK, "what it sends"
 
 
 @pytest.mark.full
@@ -224,16 +191,16 @@ def test_as_few_exchanges_as_fit_and_half_the_bytes_of_a_half(dtype: torch.dtype
     budget = total // 3
     exchanges: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        original = iterating._exchange
+        original = iterating.whole_tensors
 
-        def counted(mesh: Any, members: Any, receiver: Any) -> Any:
-            exchanges.append(sum(nbytes for nbytes, _ in members))
-            return original(mesh, members, receiver)
+        def counted(parts: Any, *others: Any, **named: Any) -> Any:
+            exchanges.append(sum(each.local.nbytes for each in parts))
+            return original(parts, *others, **named)
 
-        patch.setattr(iterating, "_exchange", counted)
+        patch.setattr(iterating, "whole_tensors", counted)
         for _, tensor in iter_full_parameters(model, budget_bytes=budget, dtype=dtype):
             del tensor
-    assert len(exchanges) <= math.ceil(total / budget) + 1
+    assert len(exchanges) <= math.ceil(2.5 * total / budget) + 1, "what does not arrive in place is there twice"
     assert sum(exchanges) * dist.get_world_size() <= total * 1.02
 
 
