@@ -1,4 +1,4 @@
-"""Methods of sharded modules that gather and reshard like ``forward``. Knows states, and no more of modules."""
+"""Makes methods of sharded modules gather and reshard like ``forward``."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from fsdp2.core.state import state_of
 
 
 def gather_around(module: nn.Module, name: str) -> None:
-    """Let the method ``name`` of ``module``, which is sharded, gather and reshard like ``forward``."""
+    """Let the method ``name`` of the sharded ``module`` gather and reshard like ``forward``."""
     state = state_of(module)
     assert state is not None, "of a sharded module"
     method: Any = getattr(module, name)
+    # The function of an own method is called with `self`, which is another module in a copy of this one.
     is_own = inspect.ismethod(method) and method.__self__ is module
     function: Any = method.__func__ if is_own else None
 

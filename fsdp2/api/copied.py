@@ -1,4 +1,4 @@
-"""How one sharded module is deep-copied: by its original class, with its state at rest. See `states`."""
+"""Deep copies of a sharded module: its original class copies it, while its parameters are sharded. See `states`."""
 
 from __future__ import annotations
 
@@ -26,22 +26,23 @@ def _state(module: Any) -> FSDPState:
 
 
 class _Attributes(dict[str, Any]):
-    """The attributes of a module that is copied."""
+    """The attributes of a module that is copied. Their copies share DTensor specs and meshes with the originals."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         for group in self[STATE].unit:
             for param in group.params:
                 spec = _torch.spec_of(param.sharded)
-                memo[id(spec)], memo[id(spec.mesh)] = spec, spec.mesh  # which copies have in common
+                memo[id(spec)], memo[id(spec.mesh)] = spec, spec.mesh  # deepcopy takes these as copied already
         copied = copy.deepcopy(dict(self), memo)
         link_copies(memo)
         return copied
 
 
 class _MadeAgain:
-    """Makes an instance of ``original``, of no attributes yet, to which ``mix_in`` gives the class of sharded ones.
+    """Makes an instance of ``original`` without attributes, to which ``mix_in`` gives the class of sharded modules.
 
-    `copy.deepcopy` calls it. Pickles begin with it, and end there: a process group cannot be pickled.
+    `copy.deepcopy` calls it. A pickle of a module begins with this object, and fails here, since process groups cannot
+    be pickled.
     """
 
     def __init__(self, original: type, mix_in: Callable[[nn.Module], None]) -> None:
@@ -64,12 +65,12 @@ class _MadeAgain:
 def reduced(
     module: Any, original: type, reduce: Callable[[int], Any], protocol: int, mix_in: Callable[[nn.Module], None]
 ) -> tuple[Any, ...]:
-    """What ``module`` is copied by, whose class was ``original``; ``reduce`` is that class's own way.
+    """The value of ``__reduce_ex__`` by which ``module``, whose class was ``original``, is copied.
 
-    ``mix_in`` gives a copy the class that `fully_shard` would.
+    ``reduce`` is the ``__reduce_ex__`` of that class. ``mix_in`` gives the copy the class that `fully_shard` would.
 
     Raises:
-        FSDPNotImplementedError: that class does not leave it to Python how an instance is made.
+        FSDPNotImplementedError: the original class makes its copies in a way of its own.
     """
     rest_for_copy(_state(module))
     how = reduce(max(2, protocol))
@@ -83,9 +84,10 @@ def reduced(
 
 
 def completed() -> None:
-    """A module has got its attributes: states may be complete by that, its own and those of tied weights."""
+    """A copied module has its attributes now: complete the states that waited for it, also those with tied weights."""
     for state in complete_copies():
-        for (module, name), before in state.module_hooks.methods.items():  # copied as the original's, or not at all
+        # Methods that gather were copied with a reference to the original module, or not at all: make them anew.
+        for (module, name), before in state.module_hooks.methods.items():
             module.__dict__.pop(name, None)
             if before is not None:
                 module.__dict__[name] = before

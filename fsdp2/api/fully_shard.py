@@ -127,39 +127,39 @@ def fully_shard(
 
     Args:
         module: the module, or a list of modules that form one group. ``ModuleList`` and ``ModuleDict`` have no forward
-            and cannot be sharded themselves. Of a list, those that lie inside others of it are left to these; forward
-            may call a part of the others, and the rest later in the iteration (chunked loss): then each of those calls
-            reduces on its own. On the meta device nothing is allocated: call ``model.to_empty(device=...)`` and
+            and cannot be sharded themselves. Modules of a list that lie inside others of it belong to these. Forward
+            may call some modules of a list, and the others later in the iteration (chunked loss): then each of these
+            calls reduces on its own. On the meta device nothing is allocated: call ``model.to_empty(device=...)`` and
             initialize or load before the first forward.
-        mesh: of one dim: parameters are sharded over it (FSDP). Of two named dims (replicate, shard): sharded over the
-            second, replicated over the first (HSDP). Its device type is where parameters and buffers are moved.
-            Default: all ranks, on the accelerator if there is one, else on CPU.
+        mesh: over a mesh of one dim parameters are sharded (FSDP). With two named dims (replicate, shard) they are
+            sharded over the second and replicated over the first (HSDP). Parameters and buffers are moved to its device
+            type. By default it is all ranks, on the accelerator if there is one, else on CPU.
         reshard_after_forward: True frees the unsharded parameters after forward and gathers again in backward. False
-            keeps them from forward to backward (more memory, less communication). None: True, but for the root False
-            where a backward can follow (with gradients enabled), which needs the root's parameters first. An int, a
-            divisor of the ranks sharded over: reshard to that many neighbours after forward, so that the gather in
-            backward stays among them. Makes process groups: all ranks must call. What is registered in the modules
-            after forward is then sharded, unsharded, or sharded over the neighbours, accordingly.
+            keeps them from forward to backward (more memory, less communication). None is True; for the root it is
+            False while gradients are enabled, since the backward needs the root's parameters first. An int, a divisor
+            of the number of ranks sharded over, reshards to that many neighbours after forward, so that the gather in
+            backward stays among them; it makes process groups, so all ranks must call. After forward the modules hold
+            sharded or unsharded parameters accordingly, or parameters that are sharded over the neighbours.
         shard_placement_fn: called with each parameter; returns ``Shard(i)`` to shard dim i, ``RowBlocks(n)`` to keep
-            blocks of n rows together, ``BlockShard.split_leading(parameter.shape, k)`` to deal out the rows of its
-            first k dims, merged, ``Owned(rank)`` to leave the whole to one rank (see `balanced_owners`), a
-            `ShardPlacementResult` to shard over another mesh as well, or None for ``Shard(0)``. (A parameter of no dims
-            is always replicated.)
+            blocks of n rows together, ``BlockShard.split_leading(parameter.shape, k)`` to split the rows of its first
+            k dims, merged, ``Owned(rank)`` to leave the whole parameter to one rank (see `balanced_owners`), a
+            `ShardPlacementResult` to shard over another mesh as well, or None for ``Shard(0)``. (A parameter without
+            dims is always replicated.)
         mp_policy: a `MixedPrecisionPolicy`, or a function ``(fqn, parameter) -> MixedPrecisionPolicy | None`` that is
             called with each parameter and its name below ``module``: parameters of one group may differ in every dtype.
-            What its answers say about inputs, outputs and buffers must not contradict each other.
+            Its answers must not contradict each other about inputs, outputs and buffers.
         offload_policy: `CPUOffloadPolicy` keeps shards and gradients in host memory. None is `OffloadPolicy()`: it
-            offloads nothing. A mapping from names of parameters below ``module`` to policies (absent ones are not
-            offloaded; see `cpu_offload_by_budget`), or a function ``(fqn, parameter) -> OffloadPolicy | None``: then
-            those in host memory and those that are not travel apart.
-        ignored_params: parameters to leave alone: neither sharded, moved nor reduced.
+            offloads nothing. It may also be a mapping from names of parameters below ``module`` to policies (absent
+            ones are not offloaded; see `cpu_offload_by_budget`), or a function ``(fqn, parameter) -> OffloadPolicy |
+            None``: then offloaded parameters and others form different groups.
+        ignored_params: parameters to leave alone: they are neither sharded, moved nor reduced.
         dp_mesh_dims: ``mesh`` is a mesh of any number of named dims, of which these are data parallel; parameters must
             be DTensors on it, replicated in those dims.
         strategy: a ZeRO stage. ``"zero3"``: parameters are freed after forward and after backward. ``"zero2"``: they
-            stay from forward to backward. ``"zero1"``: they stay until a backward reduces gradients, so that they are
-            gathered once for all microbatches of a step, of which all but the last run with
+            stay unsharded from forward to backward. ``"zero1"``: they stay unsharded until a backward reduces
+            gradients, so that they are gathered once for all microbatches of a step, if all but the last run with
             ``set_requires_gradient_sync(False)``. ``"replicate"``: nothing is sharded, over either dim of ``mesh``;
-            gradients are all-reduced. None: as ``reshard_after_forward`` says. Groups of one model may differ; see
+            gradients are all-reduced. None: ``reshard_after_forward`` decides. Groups of one model may differ; see
             `FSDPModule.set_strategy`.
 
     Returns:
@@ -167,17 +167,17 @@ def fully_shard(
         arguments changes nothing; `unwrap` undoes it.
 
     Raises:
-        FSDPTypeError: not a module, not a mesh, not a policy; or a module that has something of its own under the name
-            of a public method of `FSDPModule`.
-        FSDPValueError: already sharded, with other arguments (the message names the one) or by another call (it names
-            the owner), sharded by torch's `fully_shard`, at or below it, replicated by torch's `replicate` (which is
-            left alone below), a container without forward, a mesh, a dim name, a placement, an int or the name of an
-            input that does not fit, policies that contradict each other, a strategy that contradicts another argument;
-            a mesh with a dim of tensor or pipeline parallelism, given as a whole; two parameters in the same memory, or
-            a view of a parameter that a module keeps in an attribute.
-        FSDPNotImplementedError: a tensor subclass that has no dims, is not contiguous, or is cut unevenly behind dim 0;
-            an int for ``reshard_after_forward`` on a mesh with flattened dims.
-        FSDPRuntimeError: no process group.
+        FSDPTypeError: an argument is not a module, a mesh or a policy; or the module has an attribute with the name of
+            a public method of `FSDPModule`.
+        FSDPValueError: the module is already sharded, with other arguments (the message names the argument) or by
+            another call (it names the owner); torch's `fully_shard` was called on it or below it, or torch's
+            `replicate` on it (below it, `replicate` is left alone); it is a container without forward; a mesh, a dim
+            name, a placement, an int or the name of an input does not fit; policies contradict each other, or a
+            strategy contradicts another argument; a mesh with a dim of tensor or pipeline parallelism was passed as a
+            whole; two parameters lie in the same memory, or a module keeps a view of a parameter in an attribute.
+        FSDPNotImplementedError: a tensor subclass has no dims, is not contiguous, or is cut unevenly behind dim 0; or
+            ``reshard_after_forward`` is an int on a mesh with flattened dims.
+        FSDPRuntimeError: there is no process group.
 
     Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023, arXiv 2304.11277.
     """
@@ -199,7 +199,8 @@ def fully_shard(
         _refuse_own_names(sharded)
     found = _find_parameters(modules, managed, ignored)
     _refuse_lazy(found, modules[0])
-    # Of those that other calls have sharded, or replaced, something is noted on the parameter.
+    # Parameters that other calls have sharded or replaced have an attribute of ours. Without any attributes there are
+    # no tied weights, and the search for them can be left out.
     is_fresh = not ignored and not any([parameter.__dict__ for parameter in found])
     tied = [] if is_fresh else take_tied(found, ignored, managed, modules[0])
     name = type(modules[0]).__name__
@@ -257,8 +258,8 @@ def _refuse_lazy(found: dict[nn.Parameter, list[Use]], module: nn.Module) -> Non
 
 
 def _validated_resharding(reshard_after_forward: Any, mesh: DataParallelMesh) -> tuple[bool | None, int | None]:
-    """Whether to reshard after forward, and to how many ranks if not to all."""
-    if mesh.shard_group is None:  # nothing is sharded: gathering again would only copy
+    """Whether to reshard after forward, and to how many ranks; None: to all."""
+    if mesh.shard_group is None:  # nothing is sharded, so gathering again would only copy
         return False if reshard_after_forward is None else bool(reshard_after_forward), None
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
         return reshard_after_forward, None
@@ -302,11 +303,11 @@ def _check_neighbours(sharding: Any, size: int, fqn: str, name: str) -> None:
 
 
 _PUBLIC = frozenset(name for name in vars(FSDPModule) if name[0] != "_" and not hasattr(nn.Module, name))
-"""What `FSDPModule` adds to modules, beside the state."""
+"""The names of public methods that `FSDPModule` adds to modules."""
 
 
 def _refuse_own_names(module: nn.Module) -> None:
-    """Refuse a module that has something of its own under a name that `FSDPModule` would take."""
+    """Refuse a module that has an attribute of its own under a name that `FSDPModule` needs."""
     if isinstance(module, FSDPModule):
         return
     own = [vars(each) for each in (module, *type(module).__mro__)]
@@ -342,7 +343,7 @@ def validated_ignored(ignored_params: Any) -> frozenset[nn.Parameter]:
     """``ignored_params`` as a set.
 
     Raises:
-        FSDPTypeError: something else than parameters.
+        FSDPTypeError: it holds something else than parameters.
     """
     if ignored_params is None:
         return frozenset()
@@ -354,10 +355,10 @@ def validated_ignored(ignored_params: Any) -> frozenset[nn.Parameter]:
 
 
 def ignored_below(modules: Sequence[nn.Module], ignored_params: Any) -> frozenset[nn.Parameter]:
-    """``ignored_params``, and those of submodules that torch's `replicate` was called on, which see to their own.
+    """``ignored_params``, and the parameters of submodules whose gradients torch's `replicate` reduces.
 
     Raises:
-        FSDPTypeError: something else than parameters.
+        FSDPTypeError: ``ignored_params`` holds something else than parameters.
     """
     ignored, key = validated_ignored(ignored_params), _torch.COMPOSED
     replicated = [e for module in modules for e in module.modules() if "replicate" in e.__dict__.get(key, ())]
@@ -393,7 +394,7 @@ def _is_repetition(modules: Sequence[nn.Module], arguments: ShardArguments) -> b
     """Whether `fully_shard` was called on ``modules`` before, with the same arguments.
 
     Raises:
-        FSDPValueError: it was called with others, or on some of them, or together with other modules.
+        FSDPValueError: it was called with other arguments, on some of the modules, or together with other modules.
     """
     states = [state_of(module) for module in modules]
     sharded = [state for state in states if state is not None]
@@ -431,7 +432,7 @@ def _shown(argument: Any) -> str:
 
 
 def _shardings(found: dict[nn.Parameter, list[Use]], arguments: ShardArguments, name: str) -> list[Sharding]:
-    """How each parameter is to be sharded. Changes nothing."""
+    """The `Sharding` of each parameter. It changes nothing, so that a refusal leaves the model as it was."""
     neighbours = arguments.reshard_after_forward[1]
     shardings = [
         _requested_sharding(parameter, uses[0][2], name, arguments.shard_placement_fn, arguments.mesh)
@@ -477,7 +478,7 @@ def _shard(
 def _find_parameters(
     modules: Sequence[nn.Module], managed: Sequence[nn.Module], ignored: frozenset[nn.Parameter]
 ) -> dict[nn.Parameter, list[Use]]:
-    """Every parameter that is registered in ``managed`` modules, with all places where it is."""
+    """Every parameter that is registered in ``managed`` modules, with all places where it is registered."""
     names = module_paths(modules)
     found: dict[nn.Parameter, list[Use]] = {}
     for module in managed:
@@ -494,7 +495,10 @@ def _move_to_device(
     device: torch.device,
     buffer_dtype: torch.dtype | None,
 ) -> None:
-    """Move what is not on meta to ``device``, buffers in ``buffer_dtype``. Parameters keep their identity."""
+    """Move parameters and buffers that are not on meta to ``device``, and cast buffers to ``buffer_dtype``.
+
+    Parameters keep their identity.
+    """
     for parameter in found:
         if parameter.device == device or parameter.is_meta:
             continue
@@ -503,7 +507,7 @@ def _move_to_device(
                 f"a parameter is a DTensor on {parameter.device}, but fully_shard's mesh is on {device}: build both "
                 "meshes for the same device type."
             )
-        if is_subclass(parameter):
+        if is_subclass(parameter):  # setting `.data` would not move its inner tensors
             with torch.no_grad():
                 torch.utils.swap_tensors(parameter, nn.Parameter(parameter.to(device), parameter.requires_grad))
         else:

@@ -15,8 +15,8 @@ from fsdp2.errors import FSDPTypeError, FSDPValueError
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
     """Let several roots, such as the stages of a pipeline on this rank, share one communication context.
 
-    They then share streams, so that memory does not fragment between them. Before or after their first forward, but not
-    while anything is in flight.
+    They then share streams, so that memory does not fragment between them. Call it before or after their first forward,
+    but not while anything is in flight.
 
     Raises:
         FSDPTypeError: not a list.
@@ -39,9 +39,9 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
 
 @checked()
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let the method ``method_name`` of ``module`` gather and reshard like ``forward``. Nothing to do if not sharded.
+    """Let the method ``method_name`` of ``module`` gather and reshard like ``forward``. Ignored if it is not sharded.
 
-    The method may call the module itself: its parameters stay until the outermost call ends.
+    The method may call the module itself: its parameters stay unsharded until the outermost call ends.
 
     Raises:
         FSDPTypeError: not a module, or not a name.

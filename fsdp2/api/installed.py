@@ -1,7 +1,7 @@
-"""All that is done to the process, beside the model, when something is sharded; and how it is taken back.
+"""All that sharding a module changes in the process beside the module, and how it is undone.
 
-`import fsdp2` does none of it. Each line says what it touches, and why. (What a first compiled call sets in Dynamo's
-configuration, for the whole process and to stay, is in `compiled.entry`.)
+`import fsdp2` changes none of it. Each line says what it touches, and why. (A first compiled call changes Dynamo's
+configuration, for the whole process and for good: see `compiled.entry`.)
 """
 
 from __future__ import annotations
@@ -23,39 +23,40 @@ _UNDO: list[_torch.Undo] = []
 
 
 def install_once() -> None:
-    """Called whenever a module was sharded, or a sharded one copied. What is there is left as it is.
+    """Install all of it, unless it is there. Called whenever a module was sharded, or a sharded module was copied.
 
     Raises:
-        FSDPValueError: `FSDP2_LOG` has a word that there is not.
+        FSDPValueError: `FSDP2_LOG` has an unknown word.
     """
     with _LOCK:
         if not _UNDO:
-            # How autograd is begun, and DTensor's expand: gradients that are asked for by sharded parameters.
+            # Patches the entry to autograd, and DTensor's expand: backward(inputs=) takes sharded parameters as inputs.
             _UNDO.extend(asked_gradients.serve())
-            # sys.excepthook, and DTensor's collectives: errors that sharded parameters meet are explained.
+            # Patches sys.excepthook, and DTensor's collectives: errors that sharded parameters cause are explained.
             _UNDO.extend(explain_errors())
-            # DTensor's empty_like: what `to_empty` gives memory is NaN until it is initialized.
+            # Patches DTensor's empty_like: parameters are NaN from `to_empty` until they are initialized.
             _UNDO.extend(uninitialized.serve())
-            # DTensor's random operators, and `nn.init.trunc_normal_`: shards hold what an unsharded tensor would get.
+            # Patches DTensor's random operators, and `nn.init.trunc_normal_`: shards get the values of a full tensor.
             _UNDO.extend(whole_operators.serve())
-            # DTensor's views, extremes and norms: what is written to a view of a sharded tensor is written to it.
+            # Patches DTensor's views, extremes and norms: writes to views reach the tensor, results cover all of it.
             _UNDO.extend(written_views.serve())
-            # `Optimizer.zero_grad` and `nn.Module.zero_grad`: they drop gradients that wait elsewhere, too.
+            # Patches `Optimizer.zero_grad` and `nn.Module.zero_grad`: they also drop gradients in no `.grad` yet.
             _UNDO.extend(zeroing.install())
-        # Dynamo's notes on our own code, of modules imported since too: graphs begin at calls of sharded modules only.
+        # Changes Dynamo's settings for our code, also for modules imported since: graphs begin at calls of sharded
+        # modules only.
         begin_graphs_at_calls_only()
-        # torch's hooks of all optimizers: those built too early get the sharded parameters, and writes are noted.
+        # Adds hooks to all optimizers: those built too early get the sharded parameters, and their writes are noted.
         GUARD.install()
-        # A thread, and keys in the store of the process group: ranks that wait for each other find out why.
+        # Starts a thread, and uses the store of the process group: ranks that wait for each other find out why.
         watchdog.start()
-        # The loggers ``fsdp2.*``: what `FSDP2_LOG` asks for is shown.
+        # Sets levels of the loggers ``fsdp2.*``, as `FSDP2_LOG` asks.
         prepare_logger()
 
 
 def uninstall() -> None:
-    """Take all of it back, until something is sharded again; what others have put over a part of it since stays.
+    """Undo all of it, until something is sharded again. A patch that another program has put over ours since stays.
 
-    Models that are sharded go on, without what these lines do.
+    Sharded models go on without these changes.
     """
     with _LOCK:
         forget_logger()

@@ -15,10 +15,10 @@ NAME = "fsdp2"
 
 
 def words_asked() -> tuple[str, ...]:
-    """What the environment asks for.
+    """The words in ``FSDP2_LOG``, in the order of `WORDS`.
 
     Raises:
-        FSDPValueError: a word that there is not.
+        FSDPValueError: it has an unknown word.
     """
     asked = [each.strip() for each in os.environ.get(VARIABLE, "").split(",")]
     for word in asked:
@@ -30,15 +30,15 @@ def words_asked() -> tuple[str, ...]:
 
 
 def logger_of(word: str) -> logging.Logger:
-    """The logger of a word."""
+    """The logger ``fsdp2.<word>``."""
     return logging.getLogger(f"{NAME}.{word}")
 
 
 class _OfRank(logging.Formatter):
-    """With the number of the rank in front of each line."""
+    """A formatter that puts the rank in front of each line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """``[rank 1] fsdp2.comm: ...``."""
+        """Format ``record`` as ``[rank 1] fsdp2.comm: ...``."""
         rank = dist.get_rank() if dist.is_initialized() else 0
         return "\n".join(f"[rank {rank}] {line}" for line in super().format(record).splitlines())
 
@@ -47,10 +47,10 @@ _HANDLERS: list[logging.Handler] = []
 
 
 def prepare_logger() -> None:
-    """Let the loggers of the words that are asked for show what they are told: on stderr, if there is no handler.
+    """Let the loggers of the words in ``FSDP2_LOG`` show messages, on stderr if the program has no handler.
 
     Raises:
-        FSDPValueError: a word that there is not.
+        FSDPValueError: ``FSDP2_LOG`` has an unknown word.
     """
     words = words_asked()
     for word in words:

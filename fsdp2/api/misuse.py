@@ -1,13 +1,12 @@
-"""Sharded parameters that are used where nothing has gathered them: what to say beside DTensor's own errors.
+"""Explains errors of sharded parameters that are used where nothing has gathered them, beside DTensor's own messages.
 
-Everything here runs when something has failed already. What the user's program was
-doing is read off the call stack.
+All of this runs after an error. It reads off the call stack what the user's program was doing.
 
 [Note: explained errors]
-    DTensor refuses to compute with plain tensors in C++, where nothing can be put in between, and a method of a module
-    that is called directly has no frame of ours around it. So the explanation is raised where the error leaves a call
-    of a sharded module, and where it leaves the program it is printed with it, by ``sys.excepthook``. A call costs
-    nothing more.
+    DTensor refuses to compute with plain tensors in C++, where it cannot be patched, and a method of a module that is
+    called directly has no frame of ours around it. So the explanation is raised where the error leaves a call of a
+    sharded module; if it leaves the program, ``sys.excepthook`` prints the explanation after it. Calls without an error
+    cost nothing more.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ _CALL = nn.Module.__call__.__name__
 _RAGGED = "dealt out otherwise than torch.chunk does"
 
 Running = Sequence[tuple[Any, FrameType]]
-"""Objects whose methods run, with the frames of these: the innermost first."""
+"""Objects whose methods are running, each with the frame of the method, the innermost first."""
 
 
 def explain_errors() -> list[_torch.Undo]:
-    """From now on, errors of DTensor's that sharded parameters meet are explained."""
+    """Explain errors of DTensor that sharded parameters cause, from now on. Returns functions that undo this."""
     if sys.excepthook is not _excepthook:
         _Hook.former, sys.excepthook = sys.excepthook, _excepthook
     collectives = dict.fromkeys(_torch.collective_operators(), _refuse_collective)
@@ -54,11 +53,11 @@ def _print_errors_alone() -> None:
 
 
 class _Hook:
-    """The state of ``sys.excepthook``, of which there is one.
+    """The state of our ``sys.excepthook``.
 
     Attributes:
         former: the hook before ours; None before the first `fully_shard`.
-        runs: ours, so that the former, which may have been put before ours since, calls it again.
+        runs: whether ours is running. The former hook may call ours again, if a program has put it in front since.
     """
 
     former: Callable[..., None] | None = None
@@ -66,7 +65,7 @@ class _Hook:
 
 
 def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """What runs when an error leaves the program: it is printed, with the explanation below if there is one."""
+    """Print an error that leaves the program, and below it the explanation if there is one."""
     if _Hook.runs or _Hook.former is None:
         sys.__excepthook__(kind, error, trace)
         return
@@ -84,11 +83,12 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: Tracebac
 
 
 def explanation_of(error: BaseException) -> FSDPError | None:
-    """What to raise instead of ``error``, where it says that a sharded parameter met plain tensors; else None.
+    """The error to raise instead of ``error``; None if there is nothing to explain.
 
-    Or that of a module's unsharded parameters was asked what their memory cannot do.
+    It explains that a sharded parameter met plain tensors, or that unsharded parameters were used in a way that their
+    memory does not allow.
     """
-    said = " ".join(each for each in error.args if isinstance(each, str))  # others may hold tensors without memory
+    said = " ".join(each for each in error.args if isinstance(each, str))  # other arguments may be tensors
     if _ALIASING in said or _NOT_RESIZABLE in said:
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         is_in_call = any(STATE in self.__dict__ for self, _ in methods_of(frames))
@@ -101,7 +101,7 @@ def explanation_of(error: BaseException) -> FSDPError | None:
     running = [*methods_of(frames), *methods_of(frames_from(outside))]
     calls = [(self, frame) for self, frame in running if isinstance(self, nn.Module)]
     params = _parameters_at(frames[0] if frames else None, calls)
-    if not params or (is_ragged and not calls):  # whose own message is about tensors
+    if not params or (is_ragged and not calls):  # outside of modules the error's own message is right
         return None
     names = " or ".join([f"'{param.path}'" for param in params[:3]] + ["others"] * (len(params) > 3))
     cause = _cause(params[0], calls)
@@ -128,7 +128,7 @@ def _of_memory(said: str) -> FSDPError:
 
 
 def _cause(param: FSDPParam, calls: Running) -> str:
-    """How that came, and what to do."""
+    """The cause of the error and the remedy, as sentences for its message."""
     if not calls:
         return (
             "Give the other tensor the same placements, distribute_tensor(tensor, parameter.device_mesh, "
@@ -175,7 +175,8 @@ def _cause(param: FSDPParam, calls: Running) -> str:
 def _parameters_at(frame: FrameType | None, calls: Running) -> list[FSDPParam]:
     """The sharded parameters that the innermost ``frame`` holds; else those of the innermost module that has any.
 
-    Or of modules below it, which it reads itself: those that its code may name, as far as can be told.
+    If that module has none of its own, they are parameters of modules below it, if possible those whose names occur in
+    its code.
     """
     values = [] if frame is None else list(frame.f_locals.values())
     found = [fsdp_param_of(each) for each in values if isinstance(each, DTensor)]
@@ -194,7 +195,7 @@ def _parameters_at(frame: FrameType | None, calls: Running) -> list[FSDPParam]:
 
 
 def _refuse_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A collective of torch.distributed on sharded parameters."""
+    """Refuse a collective of torch.distributed on sharded parameters; run any other."""
     for each in tensors_in((*args, *kwargs.values())):
         if not isinstance(each, DTensor):
             continue
@@ -210,10 +211,10 @@ def _refuse_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def refuse_data_parallel() -> None:
-    """Refuse to have ``DistributedDataParallel`` built around sharded modules, if that is what is being done.
+    """Refuse ``DistributedDataParallel`` around a sharded module, if the caller is inside of its constructor.
 
     Raises:
-        FSDPTypeError: it is.
+        FSDPTypeError: the caller is.
     """
     for frame in frames_from(sys._getframe()):
         if frame.f_code.co_filename == _DATA_PARALLEL and any(

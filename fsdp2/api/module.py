@@ -47,11 +47,11 @@ from fsdp2.core.traits import give_traits, traits_of
 from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPValueError
 from fsdp2.plugs.transports.custom_collectives import set_in_memory
 
-# What the asynchronous methods of `FSDPModule` return, to be waited for.
+# The handles that the asynchronous methods of `FSDPModule` return.
 
 
 class UnshardHandle:
-    """What `FSDPModule.unshard(async_op=True)` returns."""
+    """The handle that `FSDPModule.unshard(async_op=True)` returns."""
 
     def __init__(self, unit: Unit = (), root: FSDPRoot | None = None) -> None:
         self._unit = unit
@@ -65,7 +65,7 @@ class UnshardHandle:
         Streams: the current stream waits; on CPU the host does.
 
         Raises:
-            FSDPRuntimeError: it was waited for before, and an exception came.
+            FSDPRuntimeError: an exception came while it was waited for before.
         """
         try:
             for group in self._unit:
@@ -78,7 +78,7 @@ class UnshardHandle:
 
 
 class GradientReductionHandle:
-    """What `FSDPModule.finalize_backward(async_op=True)` returns."""
+    """The handle that `FSDPModule.finalize_backward(async_op=True)` returns."""
 
     def __init__(self, root: FSDPRoot | None = None) -> None:
         self._root = root
@@ -100,7 +100,7 @@ class GradientReductionHandle:
         root.wait_for_finalization()
 
 
-# What a call of a sharded module's class makes: a plain module, initialized or not, as this thread has asked.
+# Calling a sharded module's class makes a plain module; this thread has chosen whether it is initialized.
 
 
 class _NewModules(threading.local):
@@ -108,12 +108,12 @@ class _NewModules(threading.local):
 
 
 NEW_MODULES = _NewModules()
-"""Whether ``__init__`` runs. Of each thread: ranks may be threads of one process."""
+"""Whether ``__init__`` runs. Each thread has its own choice, since ranks may be threads of one process."""
 
 
 @contextmanager
 def disable_fsdp_module_new_init() -> Iterator[None]:
-    """Inside, making an instance of a sharded module's class does not run ``__init__``, as unpickling must not."""
+    """While this is entered, making an instance of a sharded module's class does not run ``__init__``."""
     before, NEW_MODULES.are_initialized = NEW_MODULES.are_initialized, False
     try:
         yield
@@ -122,10 +122,10 @@ def disable_fsdp_module_new_init() -> Iterator[None]:
 
 
 class _Classes(WeakValueDictionary[type, type]):
-    """Classes of sharded modules by their original ones. Those made in functions are let go again.
+    """Classes of sharded modules by their original classes. They are held weakly, as classes may be made in functions.
 
     Attributes:
-        were_any: whether it ever held one, which `fsdp2.compat` asks at the end of a process.
+        were_any: whether it has ever held a class; `fsdp2.compat` asks this at the end of a process.
     """
 
     were_any = False
@@ -144,13 +144,12 @@ def get_cls_to_fsdp_cls() -> Mapping[type, type]:
 class FSDPModule:
     """Mixed in front of the class of every module that `fully_shard` was called on.
 
-    ``isinstance(module, OriginalClass)`` keeps holding, and so do the names of parameters and submodules. Settings
-    apply to the module's own groups; those with ``recurse`` to all sharded modules below as well. Every rank must set
-    the same.
+    ``isinstance(module, OriginalClass)`` stays true, and parameters and submodules keep their names. Settings apply to
+    the module's own groups, and with ``recurse`` to all sharded modules below as well. Every rank must set the same.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make a plain module: what builds a new one from ``type(module)``, as slicing does, gets an unsharded one."""
+        """Make a plain module: code that builds one from ``type(module)``, as slicing does, gets an unsharded one."""
         original = _original_class(cls)
         plain: Any = original.__new__(original)  # type: ignore[call-overload]
         if NEW_MODULES.are_initialized:
@@ -167,9 +166,9 @@ class FSDPModule:
         """Gather and register this module's own parameters, not those of sharded submodules.
 
         They stay unsharded until `reshard`, or until the end of the module's next forward or backward that reshards.
-        What is computed with them outside of forward is differentiated like everything else; for as long as autograd
-        has saved them for it, they keep their memory.
-        Collective: all ranks of the mesh must call it. Initializes lazily, like a forward.
+        Results that are computed with them outside of forward can be differentiated like any others; while autograd has
+        saved parameters for that, they keep their memory.
+        Collective: all ranks of the mesh must call it. Like a forward, it initializes lazily.
 
         Args:
             async_op: return at once, with a handle whose ``wait()`` completes it; the module's next forward does too.
@@ -196,10 +195,10 @@ class FSDPModule:
         return handle if async_op else None
 
     def reshard(self) -> None:
-        """Register the sharded parameters of this module and free the unsharded ones; not of sharded submodules.
+        """Register the sharded parameters of this module, not of sharded submodules, and free the unsharded ones.
 
-        No communication. Nothing to do if they are sharded. See `set_keep_unsharded_storage`. Inside of the module's
-        own backward, which may need them yet, it is left to the end of that.
+        Nothing is communicated; if they are sharded, nothing is done. With `set_keep_unsharded_storage` the memory is
+        kept. Inside of the module's own backward, which may still need them, the end of that backward reshards.
         """
         state = _state(self)
         if state.backward.stage is Stage.RUNNING and _torch.backward_is_running():
@@ -213,7 +212,7 @@ class FSDPModule:
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether the end of forward frees the unsharded parameters (else backward finds them in place).
 
-        Takes the place of the argument of `fully_shard`, also of an int, and of the root's default.
+        It overrides the argument of `fully_shard`, also an int, and the root's default.
 
         Raises:
             FSDPValueError: not a bool.
@@ -239,9 +238,9 @@ class FSDPModule:
     def set_strategy(self, strategy: Strategy, *, recurse: bool = True) -> None:
         """Go on with another ZeRO stage: see ``strategy`` of `fully_shard`. Nothing is communicated or moved.
 
-        To be called between iterations. Takes the place of ``reshard_after_forward``, of `set_reshard_after_forward`
-        and of `set_reshard_after_backward`; of these the last call counts. Parameters, gradients and the optimizer's
-        state stay where they are.
+        Call it between iterations. It overrides ``reshard_after_forward``, `set_reshard_after_forward` and
+        `set_reshard_after_backward`; the last call among these counts. Parameters, gradients and the optimizer's state
+        stay where they are.
 
         Args:
             strategy: ``"zero1"``, ``"zero2"`` or ``"zero3"``; ``"replicate"`` only where it is replicated already.
@@ -262,7 +261,7 @@ class FSDPModule:
         Their addresses then repeat from step to step, as CUDA graphs need; their memory is never given back.
 
         Raises:
-            FSDPRuntimeError: it is to be given back though a graph was captured that uses it.
+            FSDPRuntimeError: False, and a graph was captured that uses the memory.
         """
         _configure(self, recurse, keeps_unsharded_storage=keep)
 
@@ -270,12 +269,12 @@ class FSDPModule:
     def set_full_precision(self, full_precision: bool, *, recurse: bool = True) -> None:
         """Whether to compute in the parameters' original dtype, as if the policies had no ``param_dtype``.
 
-        For evaluation in full precision of a model that is trained in another. Inputs are not cast then. Unsharded
-        buffers are laid out anew by each change. Every rank must set the same.
+        This is for evaluating a model in full precision that is trained in another. Inputs are not cast then. Each
+        change lays the unsharded buffers out anew. Every rank must set the same.
 
         Raises:
-            FSDPRuntimeError: a forward or backward is running, or gradients wait for their reduction, in the dtypes of
-                before; whole parameters are lent by `full_parameters`.
+            FSDPRuntimeError: a forward or backward is running; gradients wait for their reduction in the former dtypes;
+                or `full_parameters` has registered full parameters.
         """
         states = _states(self, recurse)
         for state in states:
@@ -286,7 +285,7 @@ class FSDPModule:
 
     @checked()
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether backward gathers this module's parameters. False where it needs none of them (an embedding).
+        """Whether backward gathers this module's parameters. Set False if it needs none of them (an embedding).
 
         Raises:
             FSDPValueError: False, and weights are tied to those of other modules, whose backward may need them.
@@ -297,8 +296,8 @@ class FSDPModule:
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Whether the gathers before forward and backward run as asynchronous works of the current stream.
 
-        Recursive. All memory then belongs to the current stream, which avoids fragmentation between streams; only
-        explicit prefetching overlaps, and casts before the gather do not.
+        This applies to all sharded modules below, too. All memory then belongs to the current stream, which avoids
+        fragmentation between streams. Only explicit prefetching overlaps then, and casts before the gather do not.
         """
         _configure(self, recurse=True, gathers_on_compute=async_op)
 
@@ -306,10 +305,10 @@ class FSDPModule:
 
     @checked(modules=ANYTHING)
     def set_modules_to_forward_prefetch(self, modules: list[Any]) -> None:
-        """Gather the parameters of ``modules`` in forward as soon as this module's have been.
+        """Gather the parameters of ``modules`` in forward right after this module's.
 
-        Takes the place of what is learned and gathered ahead by itself. With two or more the gathers run further
-        ahead, for more memory. An empty list goes back to what is learned.
+        This overrides the learned order of prefetches. With two or more modules the gathers run further ahead, at the
+        cost of memory. An empty list goes back to the learned order.
 
         Raises:
             FSDPValueError: not a list of sharded modules.
@@ -318,7 +317,9 @@ class FSDPModule:
 
     @checked(modules=ANYTHING)
     def set_modules_to_backward_prefetch(self, modules: list[Any]) -> None:
-        """The same as `set_modules_to_forward_prefetch`, in backward.
+        """Gather the parameters of ``modules`` in backward right after this module's.
+
+        See `set_modules_to_forward_prefetch`.
 
         Raises:
             FSDPValueError: not a list of sharded modules.
@@ -329,13 +330,14 @@ class FSDPModule:
 
     @checked(nbytes=ANYTHING)
     def set_prefetch_budget(self, nbytes: int | None) -> None:
-        """How many bytes of unsharded parameters may be gathered ahead of the module that computes, in both directions.
+        """How many bytes of unsharded parameters may be gathered ahead, in forward and in backward.
 
-        Units are gathered ahead in the order of the last iteration as long as all of them together stay within
-        ``nbytes``: 0 gathers nothing ahead (where communication blocks, that saves a unit's memory and costs nothing),
-        and two to three units' bytes keep a slow network busy behind modules of uneven cost. None, the default: one
-        unit, whatever its size. Modules with a list of their own (`set_modules_to_forward_prefetch`) are not affected.
-        Set it on the root, the same on all ranks, outside of forward and backward.
+        Modules are gathered ahead in the order of the last iteration as long as all of them together stay within
+        ``nbytes``: 0 gathers nothing ahead (where communication blocks, this saves the memory of one module's call and
+        costs nothing), and two to three modules' bytes keep a slow network busy behind modules of uneven cost. None,
+        the default, gathers one module ahead, whatever its size. Modules with a list of their own
+        (`set_modules_to_forward_prefetch`) are not affected. Set it on the root, the same on all ranks, outside of
+        forward and backward.
 
         Raises:
             FSDPValueError: neither None nor an int >= 0.
@@ -345,13 +347,13 @@ class FSDPModule:
 
     @checked()
     def set_backward_prefetch(self, when: str) -> None:
-        """When a unit's backward gathers ahead the units that come next.
+        """When a module's backward gathers ahead the modules that come next.
 
-        "before" its own gradients are computed, the default: communication runs behind that computation. "after" it
-        was resharded: a unit's memory less, and the gather runs behind the end of the backward alone. "never": each
-        unit is gathered when its own backward begins. Forwards, and modules with a list of their own
-        (`set_modules_to_backward_prefetch`), are not affected. Set it on the root, the same on all ranks, outside of
-        forward and backward.
+        With "before", the default, it does so before its own gradients are computed: communication overlaps with that
+        computation. With "after" it does so once it was resharded: this saves one module's memory, and the gather
+        overlaps with the end of the backward alone. With "never" each module is gathered when its own backward begins.
+        Forwards, and modules with a list of their own (`set_modules_to_backward_prefetch`), are not affected. Set it on
+        the root, the same on all ranks, outside of forward and backward.
 
         Raises:
             FSDPValueError: another word.
@@ -361,17 +363,17 @@ class FSDPModule:
 
     @checked()
     def set_replica_check(self, parameters: bool = True, buffers: bool = True) -> None:
-        """Whether replicas compare what they hold when training begins. On by default.
+        """Whether replicas compare their parameters and buffers when training begins. On by default.
 
-        In the first forward with gradients, for weights are often loaded after `fully_shard`, the ranks that hold the
-        same rows of a parameter (hybrid sharding, `replicate`) compare checksums of them. They are meant to be equal
-        for ever, and nothing makes them so afterwards. Parameters that differ are an FSDPRuntimeError on all ranks of
-        the mesh, which names them; buffers that differ, a warning. Set it on the root, the same on all ranks, outside
-        of forward and backward.
+        In the first forward with gradients (since weights are often loaded after `fully_shard`) the ranks that hold the
+        same rows of a parameter (hybrid sharding, `replicate`) compare checksums of them. Training assumes that they
+        are equal, and nothing makes them so later. If parameters differ, all ranks of the mesh raise an
+        FSDPRuntimeError that names them; if buffers differ, they warn. Set it on the root, the same on all ranks,
+        outside of forward and backward.
 
         Args:
-            parameters: compare those.
-            buffers: compare those.
+            parameters: whether parameters are compared.
+            buffers: whether buffers are compared.
 
         Raises:
             FSDPTypeError: not a bool.
@@ -381,7 +383,7 @@ class FSDPModule:
 
     @checked(on_error=ANYTHING)
     def set_recovery(self, on_error: str = "keep_accumulated", abort_together: bool = False) -> None:
-        """What a step that an exception leaves keeps, and whether all ranks leave it.
+        """Which gradients are kept when an exception leaves a step, and whether all ranks leave it.
 
         See 'When ranks fail, or differ' in the documentation.
 
@@ -389,21 +391,22 @@ class FSDPModule:
         and backward.
 
         Args:
-            on_error: "keep_accumulated", the default: a failed forward takes nothing with it; a failed backward takes
-                the gradients that earlier microbatches had accumulated without communication, with a warning, and
-                leaves in each ``.grad`` what had been reduced by then: call zero_grad(). "drop_step": the next forward
-                begins without any gradient, whatever failed, so that a program that goes on with the next batch never
-                steps on parts.
+            on_error: "keep_accumulated", the default: a failed forward drops nothing. A failed backward drops, with a
+                warning, the gradients that earlier microbatches have accumulated without communication; it leaves in
+                each ``.grad`` what had been reduced by then, so call zero_grad(). "drop_step": the next forward begins
+                without any gradient, whatever failed, so that a program that goes on with the next batch never steps on
+                partial gradients.
             abort_together: if an exception leaves forward or backward on one rank, the others leave the step, too: each
-                raises an FSDPRuntimeError that names the rank, in its next exchange, or out of the one that it waits
-                in. Nothing is called for it, and the process group goes on to work. Where ranks exchange by gloo, at
-                most 64 in a process group, and the watchdog is on (`set_watchdog`).
+                raises an FSDPRuntimeError that names the rank, in its next collective, or out of the one that it waits
+                in. The program calls nothing for it, and the process group stays usable. It needs gloo, at most 64
+                ranks in a process group, and the watchdog (`set_watchdog`).
 
         Raises:
             FSDPTypeError: ``abort_together`` is no bool.
             FSDPValueError: another word.
             FSDPRuntimeError: this module is not the root, or an iteration is running.
-            FSDPNotImplementedError: ``abort_together`` without a watchdog, or with exchanges that carry no name.
+            FSDPNotImplementedError: ``abort_together`` without a watchdog, or with a backend whose messages carry no
+                label.
         """
         if abort_together:
             ABANDON.filling.refuse_if_alone(_groups(self, recurse=True))
@@ -418,14 +421,14 @@ class FSDPModule:
         Set it on the root, the same on all ranks, outside of forward and backward. The next forward compares it.
 
         Args:
-            on_difference: "error", the default: all ranks run the same modules in the same order; where they do not,
-                all raise (`set_watchdog`). "join": a rank that skips modules (early exit, layers dropped by rank,
+            on_difference: "error", the default: all ranks must run the same modules in the same order; where they do
+                not, all raise (`set_watchdog`). "join": a rank that skips modules (early exit, layers dropped by rank,
                 experts without tokens, nothing to do in a batch) takes part in their gathers and reductions all the
-                same, and contributes nothing, so gradients are the mean over all ranks as ever. All ranks must begin
-                as many forwards and backwards of the root; `join_step` stands for those that one of them lacks.
-            order: for "join": the sharded modules in the order in which forward comes to them; one that it calls
-                k times is there k times. By default as the last step came to them, if it ran all, else as they
-                lie in the model.
+                same, and contributes nothing, so that gradients are the mean over all ranks as usual. All ranks must
+                begin as many forwards and backwards of the root; `join_step` stands for those that a rank lacks.
+            order: for "join", the sharded modules in the order in which forward comes to them; one that it calls k
+                times is listed k times. The default is the order of the last step, if that ran all modules, else their
+                order in the model.
 
         Raises:
             FSDPValueError: another word; ``order`` names a module that is not below, or that was not sharded.
@@ -438,14 +441,14 @@ class FSDPModule:
     def join_step(self) -> None:
         """Let this rank, which has nothing to run, take part in a step of the others: after ``set_divergence("join")``.
 
-        A forward and a backward, which contribute no gradient; in `torch.no_grad` a forward alone. After a forward
-        whose backward this rank lacks, the backward alone; after a forward that an exception has left, what is left of
-        it first. ``.grad`` is then set as on the other ranks. Collective: the others run the root meanwhile, or call
-        this.
+        It stands for a forward and a backward that contribute no gradient; in `torch.no_grad` for a forward alone.
+        After a forward whose backward this rank lacks, it stands for that backward; after a forward that an exception
+        has left, it goes through the rest of that first. ``.grad`` is then set as on the other ranks. Collective: the
+        others run the root meanwhile, or call this.
 
         Raises:
-            FSDPRuntimeError: not on the root; without ``set_divergence("join")``; inside of forward or backward; or
-                after a backward that an exception has left.
+            FSDPRuntimeError: this module is not the root; ``set_divergence("join")`` was not called; a forward or
+                backward is running; or an exception has left a backward.
         """
         _state(self).join_step()
 
@@ -453,11 +456,11 @@ class FSDPModule:
 
     @checked()
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients, over shards and replicas; False accumulates them, without communication.
+        """Whether backward reduces gradients, over shards and replicas; False accumulates them without communication.
 
-        They accumulate unsharded, in ``reduce_dtype`` if the policy has one, else as the parameter's ``grad_dtype``
-        says (unset: its original dtype). The next backward with True reduces the sum. ``zero_grad``, of the model or
-        of an optimizer, drops them.
+        They accumulate unsharded, in ``reduce_dtype`` if the policy has one, else in the parameter's ``grad_dtype``
+        (its original dtype if that is unset). The next backward with True reduces the sum. ``zero_grad`` of the model
+        or of an optimizer drops them.
         """
         _configure(
             self, recurse, requires_gradient_sync=requires_gradient_sync, requires_all_reduce=requires_gradient_sync
@@ -483,8 +486,8 @@ class FSDPModule:
     def set_post_optim_event(self, event: Any) -> None:
         """Let the next forward's all-gathers wait for ``event`` only, recorded after the optimizer's step.
 
-        By default they wait for everything that the current stream has been given. To be set for each iteration: before
-        ``zero_grad()``, if the optimizer runs on another stream than forward.
+        By default they wait for everything that the current stream has been given. Set it in each iteration, before
+        ``zero_grad()`` if the optimizer runs on another stream than forward.
         """
         state = _state(self)
         holder = state if state.root is None else state.root
@@ -494,7 +497,7 @@ class FSDPModule:
 
     @checked(comm=ANYTHING)
     def set_custom_all_gather(self, comm: AllGather) -> None:
-        """Gather this module's parameters with ``comm``, in buffers that it allocates; everything travels packed.
+        """Gather this module's parameters with ``comm``, packed into buffers that it allocates.
 
         Raises:
             FSDPTypeError: it cannot be called, or has no ``allocate``.
@@ -505,7 +508,7 @@ class FSDPModule:
 
     @checked(comm=ANYTHING)
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Reduce this module's gradients with ``comm``, in buffers that it allocates; everything travels packed.
+        """Reduce this module's gradients with ``comm``, packed into buffers that it allocates.
 
         Raises:
             FSDPTypeError: it cannot be called, or has no ``allocate``.
@@ -523,7 +526,7 @@ class FSDPModule:
 
         Args:
             hook: called after the reduce-scatter, or after the all-reduce over replicas if there is one.
-            stream: where it is called; by default on the all-reduce stream. Not with replicas.
+            stream: the stream that it is called on, by default the all-reduce stream. Not possible with replicas.
 
         Raises:
             FSDPTypeError: ``hook`` cannot be called.
@@ -547,14 +550,14 @@ class FSDPModule:
 
     @checked(reduction=ANYTHING)
     def set_gradient_reduction(self, reduction: str | float | torch.Tensor, *, recurse: bool = True) -> None:
-        """How the gradients of the data-parallel ranks become one, from the next reduction on. On every backend alike.
+        """How the gradients of the data-parallel ranks are combined, from the next reduction on, with every backend.
 
         Args:
-            reduction: ``"mean"``, the default; ``"sum"``; or what the sum is divided by, a number or a tensor of one
-                element, such as the number of tokens in the batches of all ranks (the same on every rank; with a loss
-                that is the sum over a rank's tokens, every token then counts the same). Set it anew in every step: that
-                costs nothing, and a tensor on the device is not waited for. Of this and `set_gradient_divide_factor`
-                the last call counts.
+            reduction: ``"mean"``, the default; ``"sum"``; or a number or one-element tensor to divide the sum by, such
+                as the number of tokens in the batches of all ranks (it must be the same on every rank; with a loss that
+                is the sum over a rank's tokens, every token then counts the same). It may be set anew in every step at
+                no cost, and the host does not wait for a tensor on the device. The last call of this or
+                `set_gradient_divide_factor` counts.
             recurse: whether all sharded modules below follow. A parameter on a mesh of its own (an expert's) is summed
                 over that mesh, so that the same number is right for it too, unlike a mean.
 
@@ -576,14 +579,14 @@ class FSDPModule:
 
     @checked(factor=ANYTHING)
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Deprecated: `set_gradient_divide_factor`."""
+        """Deprecated: call `set_gradient_divide_factor`."""
         old, new = "set_reduce_scatter_divide_factor", "set_gradient_divide_factor"
         warnings.warn(f"{old} is deprecated; use {new}.", DeprecationWarning, stacklevel=3)
         self.set_gradient_divide_factor(factor)
 
     @checked()
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Let collectives only ever sum, and scale separately: some fast paths of NCCL can do nothing else."""
+        """Let collectives only sum, and scale gradients separately: some fast paths of NCCL can do nothing else."""
         _configure(self, only_sums=enable)
 
     @checked()
@@ -610,7 +613,7 @@ class FSDPModule:
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Whether reduce-scatters have a process group of their own, so that they run beside all-gathers.
 
-        Makes process groups, one for each set of ranks: all ranks must call this.
+        It makes process groups, one for each set of ranks, so all ranks must call it.
         """
         _configure(self, recurse, has_scatter_group=enable)
 
@@ -619,7 +622,7 @@ class FSDPModule:
         """Whether communication buffers come from the process group's own allocator, if it has one.
 
         Raises:
-            FSDPRuntimeError: a custom collective is set, which allocates itself.
+            FSDPRuntimeError: a custom collective is set, which allocates its own buffers.
         """
         groups, method = _groups(self, recurse=False), "set_allocate_memory_from_process_group_for_comm"
         set_in_memory(groups, method, None, enable)
@@ -629,7 +632,7 @@ class FSDPModule:
         """Put the buffers of all-gathers into symmetric memory, and those of reduce-scatters if they only sum.
 
         Raises:
-            FSDPRuntimeError: a custom collective is set, which allocates itself.
+            FSDPRuntimeError: a custom collective is set, which allocates its own buffers.
             FSDPValueError: another backend than "NCCL".
         """
         if backend != "NCCL":
@@ -640,17 +643,17 @@ class FSDPModule:
     def set_communication_memory_pool(self, enable: bool) -> None:
         """Whether memory for communication is kept from use to use, instead of being allocated and freed each time.
 
-        Of unsharded parameters, staging buffers and reduced gradients. A steady-state step then allocates nothing for
-        communication, and its addresses repeat. What is kept is what steps had in use at the same time at most; it
-        stays allocated between steps. A tensor on memory that has moved on is as invalid as one on freed memory: it
-        never shows another layer's values. Call it on the root, on any ranks, outside of forward and backward. Default:
-        off.
+        This is the memory of unsharded parameters, staging buffers and reduced gradients. A steady-state step then
+        allocates nothing for communication, and its addresses repeat. The pool keeps at most what steps had in use at
+        the same time, also between steps. A tensor whose memory was reused is as invalid as one on freed memory: it
+        never shows another layer's values. Call it on the root, on any ranks, outside of forward and backward. It is
+        off by default.
 
         Raises:
             FSDPTypeError: not a bool.
             FSDPNotImplementedError: torch is older than 2.13, which cannot move memory between storages.
-            FSDPRuntimeError: this module is not the root, an iteration is running, or the pool is to go though a graph
-                was captured that uses it.
+            FSDPRuntimeError: this module is not the root, an iteration is running, or the pool is turned off though a
+                captured graph uses it.
         """
         if enable and not _torch.can_swap_memory:
             raise FSDPNotImplementedError(
@@ -669,9 +672,9 @@ class FSDPModule:
 
     @checked()
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Whether the user says when backward has ended, with `finalize_backward`; else each backward's end is its own.
+        """Whether the user calls `finalize_backward` when backward has ended; else each backward finalizes itself.
 
-        Several backwards can then be one. Takes the place of `set_is_last_backward`. Set it before backward.
+        Several backwards can then count as one. It overrides `set_is_last_backward`. Set it before backward.
 
         Raises:
             FSDPRuntimeError: this module is not the root, or a backward is running or not finalized.
@@ -694,10 +697,10 @@ class FSDPModule:
 
     @checked()
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Say that backward has ended: reduce the gradients that are left and reshard, as the settings say. Collective.
+        """End the backward: reduce the gradients that are left and reshard, as the settings say. Collective.
 
-        After all backwards of the iteration, on the root, with `set_manual_backward_finalization`. Before the first
-        forward there is nothing to do. With several backwards, disable gradient synchronization for them, and enable it
+        Call it on the root, after all backwards of the iteration, with `set_manual_backward_finalization`. Before the
+        first forward it does nothing. With several backwards, disable gradient synchronization for them, and enable it
         before this.
 
         Args:
@@ -726,8 +729,8 @@ class FSDPModule:
     def reset_iter_state(self) -> None:
         """Drop the running iteration: wait for what is in flight, discard its gradients, reshard everything.
 
-        Call it on the root. Not needed after an exception in forward or backward: the next forward does the same. On a
-        module whose submodules ran before it (and so became roots of their own), it drops what these have begun.
+        Call it on the root. It is not needed after an exception in forward or backward: the next forward does the same.
+        On a module whose submodules ran before it (and so became roots of their own), it drops their iterations.
         Reduced gradients stay: clear them with ``optimizer.zero_grad()``. An outstanding handle of `finalize_backward`
         is invalidated.
 
@@ -745,13 +748,13 @@ class FSDPModule:
                 f"reset_iter_state() must be called on the root, {state.root.name}, not on '{state.name}'."
             )
 
-    # -- what nn.Module does, on sharded parameters
+    # -- methods of nn.Module, on sharded parameters
 
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
         """Observe exceptions (module hooks do not run on KeyboardInterrupt), and make graphs possible.
 
-        Dynamo does not take up this frame of a compiled call, so what must happen outside of the graph happens here. It
-        takes up the next one, of `_fsdp_captured_call`, and reaches the module's hooks through it.
+        Dynamo does not trace this frame of a compiled call, so the work that must stay out of the graph is done here.
+        It traces the next frame, that of `_fsdp_captured_call`, and reaches the module's hooks through it.
         """
         if torch.compiler.is_dynamo_compiling():
             return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
@@ -797,29 +800,29 @@ class FSDPModule:
         return module
 
     def extra_repr(self) -> str:
-        """What the module's own class shows, and how it is sharded: ``[blocks.3, Shard(0)/8, bf16]``."""
+        """The text of the module's own class, and how it is sharded: ``[blocks.3, Shard(0)/8, bf16]``."""
         own: str = super().extra_repr()  # type: ignore[misc]
         state = state_of(self)  # type: ignore[arg-type]
         sharded = "" if state is None else on_one_line(state)
         return ("\n" if "\n" in own else ", ").join(filter(None, (own, sharded)))
 
     def share_memory(self) -> NoReturn:
-        """Refused: parameters lie in one buffer per group, which cannot be shared in parts."""
+        """Raise `FSDPRuntimeError`: parameters lie in one buffer per group, which cannot be shared in parts."""
         refuse_share_memory()
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
-        """What ``DistributedDataParallel`` asks for first."""
+        """Refuse ``DistributedDataParallel``, which looks for this attribute first."""
         refuse_data_parallel()
         raise AttributeError("_ddp_params_and_buffers_to_ignore")
 
     # -- copies
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Deep-copied by its original class: parameters, gradients, hooks, attributes and settings. Not pickled.
+        """Let `copy.deepcopy` copy parameters, gradients, hooks, attributes and settings. Pickling is refused.
 
-        No communication. Between iterations only; unsharded parameters are resharded first. (A ``__deepcopy__`` would
-        be found by wrappers that look up what they lack in this module, as their own.)
+        Nothing is communicated. It is possible between iterations only; unsharded parameters are resharded first.
+        (A ``__deepcopy__`` would be found by wrappers that look up missing attributes in this module, as their own.)
 
         Raises:
             FSDPRuntimeError: inside a forward or backward, or while gradients wait for their reduction.
@@ -828,7 +831,7 @@ class FSDPModule:
         return reduced(self, _original_class(type(self)), super().__reduce_ex__, int(protocol), mix_in)
 
     def __setstate__(self, attributes: Any) -> None:
-        """The end of copying."""
+        """Set the attributes of a copy, and complete the states whose modules have all been copied."""
         super().__setstate__(attributes)  # type: ignore[misc]
         completed()
 
@@ -844,7 +847,7 @@ def _states(module: FSDPModule, recurse: bool) -> list[FSDPState]:
 
 
 def _groups(module: FSDPModule, recurse: bool) -> list[FSDPParamGroup]:
-    """The groups that the modules' own `fully_shard` calls made: settings of a tied weight are its owner's."""
+    """The groups that the modules' own `fully_shard` calls made. A tied weight has the settings of its owner."""
     return [group for state in _states(module, recurse) for group in state.unit if group.sharers[0] is state]
 
 
@@ -890,7 +893,7 @@ def _names_in_order(root: nn.Module, order: Sequence[nn.Module]) -> tuple[str, .
 
 def _configure_groups(groups: Sequence[FSDPParamGroup], changes: Mapping[str, Any]) -> None:
     """Change settings of all ``groups``, or of none if one refuses."""
-    # The default is among them, so that what is wrong by itself is refused on a module without parameters too.
+    # The default is changed as well, so that wrong values are refused also on a module without parameters.
     made = {each: dataclasses.replace(each, **changes) for each in {DEFAULT, *(group.settings for group in groups)}}
     settings = [made[group.settings] for group in groups]
     if not changes.keys() <= FREE:
@@ -905,7 +908,7 @@ def _configure_groups(groups: Sequence[FSDPParamGroup], changes: Mapping[str, An
 
 
 def _units_of(modules: Any, method: str) -> tuple[Unit, ...] | None:
-    """The units of ``modules``; None of an empty list.
+    """The units of ``modules``; None for an empty list.
 
     Raises:
         FSDPValueError: one of them is not sharded.
@@ -924,14 +927,14 @@ def _units_of(modules: Any, method: str) -> tuple[Unit, ...] | None:
 
 
 def _original_class(cls: type) -> type:
-    """What `FSDPModule` was mixed in front of: the class behind it in the MRO."""
+    """The class that `FSDPModule` was mixed in front of: it comes next in the MRO."""
     classes = cls.__mro__
     original: type = classes[classes.index(FSDPModule) + 1]
     return original
 
 
 def mix_in(module: nn.Module) -> None:
-    """Change ``module``'s class to one that also derives from `FSDPModule`, in place; the same for equal classes."""
+    """Change ``module``'s class, in place, to one that also derives from `FSDPModule`. Equal classes share it."""
     original = type(module)
     sharded = _CLASSES.get(original)
     if sharded is None:
@@ -939,7 +942,7 @@ def mix_in(module: nn.Module) -> None:
         if hasattr(original, "__deepcopy__"):
             namespace["__deepcopy__"] = _refuse_own_copy
         namespace["_fsdp_captured_call"] = _of_its_own_code(FSDPModule._fsdp_captured_call)
-        # Another rank, a thread of this process, may have made it by now: the first counts.
+        # Another rank may be a thread of this process, and may have made the class meanwhile: the first one is used.
         made = type(f"FSDP{original.__name__}", (FSDPModule, original), namespace)
         sharded = _CLASSES.setdefault(original, made)
         _CLASSES.were_any = True
@@ -951,14 +954,14 @@ def mix_in(module: nn.Module) -> None:
 
 
 def _own_forward_of(kind: type) -> dict[str, Any]:
-    """A ``forward`` for module classes that have torch's: ``torch.compile`` would begin graphs outside of our call."""
+    """A ``forward`` for classes with torch's: ``torch.compile`` would begin graphs in that one, outside of our call."""
     inherited = kind.forward  # type: ignore[attr-defined]
     if inherited in NO_FORWARD or (getattr(inherited, "__module__", None) or "").split(".")[0] != "torch":
         return {}
 
     @functools.wraps(inherited)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return kind.forward(self, *args, **kwargs)  # type: ignore[attr-defined]  # that of now: programs replace it
+        return kind.forward(self, *args, **kwargs)  # type: ignore[attr-defined]  # looked up anew: programs replace it
 
     return {"forward": forward}
 
@@ -977,7 +980,7 @@ def _of_its_own_code(function: Any) -> Any:
 
 
 def mix_out(module: nn.Module) -> None:
-    """Take the class back that `mix_in` changed."""
+    """Give ``module`` the class back that it had before `mix_in`."""
     module.__class__ = _original_class(type(module))
     _torch.decompose(module, "fully_shard")
     _torch_compiler.recompile_from(module)

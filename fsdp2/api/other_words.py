@@ -1,4 +1,4 @@
-"""What to write for the words of FSDP1, DDP and DeepSpeed, for those who come from there."""
+"""A table of what to write instead of arguments of FSDP1, DDP and DeepSpeed, for messages."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ INSTEAD = {
     "use_orig_params": _NOTHING,
     "zero_stage": "strategy='zero1', 'zero2' or 'zero3'",
 }
-"""For each keyword, what to write."""
+"""For each keyword of another system, what to write here."""
 
 
 def instead_of(word: str) -> str:
-    """What to write for the keyword ``word`` of another system, as a sentence with the whole table; else ""."""
+    """A message that says what to write for the keyword ``word`` of another system, with the whole table; else ""."""
     if word not in INSTEAD:
         return ""
     table = "".join(f"\n  {each}: {instead}" for each, instead in INSTEAD.items())
@@ -54,7 +54,7 @@ def instead_of(word: str) -> str:
 
 
 def explain_mixed_precision(policy: Any) -> str:
-    """What to write for ``policy``, if it is FSDP1's ``MixedPrecision`` or None; else ""."""
+    """A message that says what to write for ``policy``, if it is FSDP1's ``MixedPrecision`` or None; else ""."""
     if policy is None:
         return "For no mixed precision, leave the argument out or pass MixedPrecisionPolicy()."
     if "MixedPrecision" not in {kind.__name__ for kind in type(policy).__mro__}:
@@ -66,7 +66,7 @@ def explain_mixed_precision(policy: Any) -> str:
 
 
 def explain_offload(policy: Any) -> str:
-    """What to write for ``policy``, if it is FSDP1's ``CPUOffload``; else ""."""
+    """A message that says what to write for ``policy``, if it is FSDP1's ``CPUOffload``; else ""."""
     if "CPUOffload" not in {kind.__name__ for kind in type(policy).__mro__}:
         return ""
     ours = "CPUOffloadPolicy" if getattr(policy, "offload_params", False) else "OffloadPolicy"

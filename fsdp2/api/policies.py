@@ -1,7 +1,7 @@
-"""What `fully_shard` is given of precision and offloading: one policy for all parameters of a call, or one for each.
+"""The policies for precision and offloading that `fully_shard` takes: for all parameters of a call, or for each one.
 
-Objects of torch's own classes of these names are accepted wherever ours are: `mixed_precision` and `offload` translate.
-Parameters of one call that rest in different places are different groups of its unit, as those on different meshes are.
+Objects of torch's classes with these names are accepted too: `mixed_precision` and `offload` translate them. Parameters
+of one call that are offloaded differently form different groups of its unit, like those on different meshes.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def module_policy(
 ) -> ModulePolicy:
     """Ask ``mp_policy`` about every parameter.
 
-    Of a function's answers (None is no mixed precision) those that cast inputs must agree on how, as must those that
-    have an ``output_dtype`` or a ``buffer_dtype``: that is what is done in the module. Or the function has a policy as
-    its attribute ``of_module``, which says it.
+    A module has one cast of inputs, one ``output_dtype`` and one ``buffer_dtype``. If ``mp_policy`` is a function, its
+    answers (None is no mixed precision) must agree on each of these where they have it. Or the function has an
+    attribute ``of_module``, a policy that says what the module does.
 
     Raises:
         FSDPTypeError: an answer is no policy.
@@ -60,7 +60,7 @@ def module_policy(
 
 
 def _agreed(what: str, names: Sequence[str], answers: Sequence[T | None], module: str) -> T | None:
-    """The one answer that is not None, if there is one."""
+    """The answer on which all agree that are not None; None if there is none."""
     given = [(name, answer) for name, answer in zip(names, answers, strict=True) if answer is not None]
     for name, answer in given:
         if answer != given[0][1]:
@@ -73,7 +73,7 @@ def _agreed(what: str, names: Sequence[str], answers: Sequence[T | None], module
 
 
 def policy_or_function(mp_policy: Any) -> MixedPrecisionPolicy | PolicyFunction:
-    """``mp_policy`` as ours, if it is a policy; a function as it is.
+    """``mp_policy`` as a policy of this package; a function is returned as it is.
 
     Raises:
         FSDPTypeError: it is neither.
@@ -84,7 +84,7 @@ def policy_or_function(mp_policy: Any) -> MixedPrecisionPolicy | PolicyFunction:
 
 
 def mixed_precision(policy: Any, what: str = "mp_policy must be") -> MixedPrecisionPolicy:
-    """``policy`` as ours; torch's own is translated.
+    """``policy`` as a policy of this package. A policy of torch is translated.
 
     Raises:
         FSDPTypeError: it is neither.
@@ -111,22 +111,22 @@ class OffloadPolicy:
 @checked_class()
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Sharded parameters, their gradients, and so the optimizer's state, live in host memory; or some of these only.
+    """Sharded parameters, their gradients, and so the optimizer's state, live in host memory; or only some of these.
 
-    All of them: shards are copied to the device before they are gathered, reduced gradients back to the host in
-    backward; the optimizer steps on CPU. With ``parameters=False`` it steps on the device, and of the others each may
-    be offloaded by itself.
+    If all of them do, shards are copied to the device before they are gathered, and reduced gradients back to the host
+    in backward; the optimizer steps on CPU. With ``parameters=False`` it steps on the device, and gradients and
+    optimizer states may be offloaded separately.
 
     Attributes:
-        pin_memory: whether that host memory is pinned, which lets the copies overlap with compute. No effect where
-            there is no accelerator to copy to.
+        pin_memory: whether that host memory is pinned, which lets the copies overlap with compute. It has no effect
+            without an accelerator to copy to.
         parameters: whether sharded parameters are offloaded. An optimizer needs parameters, gradients and state in one
-            place, so the others then are too.
-        gradients: whether reduced gradients are; None: if parameters are. Without them: the sum of microbatches that
-            are not the last (`FSDPModule.set_is_last_backward`) waits on the host, ``.grad`` being None, and the last
-            backward adds it and sets ``.grad`` on the device.
-        optimizer_state: whether optimizer states are; None: if parameters are. Without them: they rest on the host
-            between steps, as `offload_optimizer_state` tells.
+            place, so the others are offloaded with them.
+        gradients: whether reduced gradients are offloaded; None: if parameters are. If parameters are not, the sum over
+            microbatches before the last (`FSDPModule.set_is_last_backward`) waits on the host and ``.grad`` is None;
+            the last backward adds the sum and sets ``.grad`` on the device.
+        optimizer_state: whether optimizer states are offloaded; None: if parameters are. If parameters are not, the
+            states are on the host between steps, see `offload_optimizer_state`.
 
     Raises:
         FSDPTypeError: a choice that is no bool.
@@ -159,12 +159,12 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 
 def offload(policy: Any, what: str = "offload_policy") -> OffloadPolicy:
-    """``policy`` as ours; torch's own is translated. None offloads nothing.
+    """``policy`` as a policy of this package. A policy of torch is translated; None offloads nothing.
 
     Raises:
-        FSDPTypeError: it is neither.
+        FSDPTypeError: it is none of these.
     """
-    # torch takes None for `OffloadPolicy()` too, and it is the default of programs whose options may be absent.
+    # torch accepts None as well, and programs pass it where an option is absent.
     if policy is None:
         return OffloadPolicy()
     if isinstance(policy, OffloadPolicy):
@@ -178,14 +178,14 @@ def offload(policy: Any, what: str = "offload_policy") -> OffloadPolicy:
 
 OffloadFunction = Callable[[str, nn.Parameter], OffloadPolicy | None]
 OffloadChoice = OffloadPolicy | Mapping[str, OffloadPolicy] | OffloadFunction
-"""A policy for all; policies by the names of parameters below the module; or a function of name and parameter."""
+"""A policy for all parameters; policies by the names of parameters; or a function of a name and a parameter."""
 
 
 def offload_choice(given: Any) -> OffloadChoice:
-    """``given`` with policies of ours in the place of torch's own.
+    """``given``, in which policies of torch are translated to those of this package.
 
     Raises:
-        FSDPTypeError: it is none, or an entry of a mapping is none.
+        FSDPTypeError: it is no policy, mapping or function, or a mapping has an entry that is no policy.
     """
     if isinstance(given, Mapping):
         for name in given:
@@ -236,7 +236,7 @@ def _of_names(choice: Mapping[str, OffloadPolicy], names: Sequence[str]) -> Offl
 
 
 def offloading_of(policy: OffloadPolicy, device: torch.device) -> Offloading:
-    """Where shards live by ``policy``, of parameters that are computed with on ``device``."""
+    """Where shards live under ``policy``, if ``device`` computes with the parameters."""
     if not isinstance(policy, CPUOffloadPolicy):
         return Offloading(device)
     return Offloading(

@@ -15,14 +15,14 @@ _SHORT = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", t
 
 
 def dtype_name(dtype: torch.dtype | None) -> str:
-    """``bf16``, ``fp32``, ``int8``, ...; "-" of None."""
+    """A short name: ``bf16``, ``fp32``, ``int8``, ...; "-" for None."""
     if dtype is None:
         return "-"
     return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def placement_name(placement: Placement) -> str:
-    """``Shard(0)``, ``StridedShard(0, 2)``, ``Replicate()``, ``RaggedShard``."""
+    """A short name: ``Shard(0)``, ``StridedShard(0, 2)``, ``Replicate()``, ``RaggedShard``."""
     if _torch.is_shard(placement):
         dim, factor = placement.dim, getattr(placement, "split_factor", None)  # type: ignore[attr-defined]
         return f"Shard({dim})" if factor is None else f"StridedShard({dim}, {factor})"
@@ -30,7 +30,7 @@ def placement_name(placement: Placement) -> str:
 
 
 def on_one_line(state: FSDPState) -> str:
-    """What is sharded how, in brackets; the name is there once a first forward has made a root."""
+    """How the state's parameters are sharded, in brackets. The module's name is known after a first forward."""
     known = "" if state.root is None else "root" if state.is_root else state.name
     if not state.unit:
         return f"[{known}, no parameters of its own]" if known else "[no parameters of its own]"
@@ -45,7 +45,7 @@ def _cut(group: FSDPParamGroup) -> str:
     mesh = group.mesh
     if mesh.shard_group is None:
         return f"Replicate()/{mesh.replicate_size}"
-    # The data-parallel dim that cuts: of those of the mesh, the last.
+    # The last data-parallel dim of the mesh is the one that cuts.
     index = mesh.device_mesh.ndim - 1
     if mesh.spmd_mesh is None:
         names = _distinct([placement_name(param.sharding.spec.placements[index]) for param in group.params])

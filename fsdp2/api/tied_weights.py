@@ -1,6 +1,6 @@
-"""Weights tied across `fully_shard` calls: one call shards a parameter and owns it, the modules of others use it too.
+"""Weights tied across `fully_shard` calls: the first call shards and owns a parameter, modules of later calls use it.
 
-The owner's group becomes part of the unit of every such call: see `FSDPParamGroup.sharers`.
+The owner's group becomes part of the unit of each later call as well: see `FSDPParamGroup.sharers`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Use = tuple[nn.Module, str, str]
 
 
 class Tied(NamedTuple):
-    """A parameter that another call has sharded, and that modules of this one hold too."""
+    """A parameter that an earlier call has sharded, and that modules of this call hold too."""
 
     original: nn.Parameter
     uses: list[Use]
@@ -30,7 +30,7 @@ class Tied(NamedTuple):
 
 
 def _owner(parameter: nn.Parameter) -> FSDPParam | None:
-    """Whose parameter it is, or of whose original."""
+    """The `FSDPParam` whose sharded parameter, or whose original, ``parameter`` is; None if it is not sharded."""
     successor = replacement_of(parameter)
     return fsdp_param_of(parameter if successor is None else successor)
 
@@ -45,10 +45,10 @@ def take_tied(
     managed: Sequence[nn.Module],
     module: nn.Module,
 ) -> list[Tied]:
-    """Take the tied parameters out of ``found``; check the others.
+    """Take the tied parameters out of ``found``, and return them.
 
     Raises:
-        FSDPValueError: a parameter was sharded in this very place, or is tied and ignored.
+        FSDPValueError: a parameter was sharded before in this very place, or is tied and ignored.
     """
     tied: list[Tied] = []
     for parameter, uses in list(found.items()):
@@ -79,10 +79,10 @@ def check_tied(
     places: Sequence[Offloading],
     name: str,
 ) -> None:
-    """A tied parameter is sharded as its first `fully_shard` call said: refuse a second that says otherwise.
+    """Refuse a call that would shard a tied parameter differently from the first call, which has sharded it.
 
     Raises:
-        FSDPValueError: naming the argument.
+        FSDPValueError: an argument differs; the message names it.
     """
     for each, policy, place in zip(tied, policies, places, strict=True):
         owner, fqn = each.owner, each.uses[0][2]

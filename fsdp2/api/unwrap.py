@@ -1,4 +1,4 @@
-"""`unwrap`: from sharded modules back to plain ones, one group at a time."""
+"""`unwrap`: turns sharded modules back into plain ones, one group at a time."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ Module = TypeVar("Module", bound=nn.Module)
 
 @checked()
 def unwrap(module: Module, *, optimizers: Iterable[Optimizer] = ()) -> Module:
-    """Undo `fully_shard` on ``module`` and everything below it: plain modules with whole parameters on every rank.
+    """Undo `fully_shard` on ``module`` and everything below it: plain modules with full parameters on every rank.
 
-    Classes are restored, and hooks and attributes of fsdp2 removed. Each sharded parameter is replaced by a plain
+    Classes are restored, and hooks and attributes of fsdp2 are removed. Each sharded parameter is replaced by a plain
     `nn.Parameter` (a DTensor again under tensor parallelism) of the same name, order and ``requires_grad``, with the
-    user's attributes and hooks, and with its whole gradient if it has one. Tied parameters are one object. Buffers
+    user's attributes and hooks, and with its full gradient if it has one. Tied parameters become one object. Buffers
     stay. Parameters are on the mesh's device, or in host memory if they were offloaded; on meta they stay there.
 
     Collective: all ranks must call it, between iterations. One group is gathered at a time.
 
-    An optimizer that was built on the sharded parameters goes on with the whole ones: ``optimizers`` at once, others in
-    their next step, which then gathers their state and so must be run on all ranks. Until then ``zero_grad`` of these
+    An optimizer that was built on the sharded parameters goes on with the full ones: ``optimizers`` at once, others in
+    their next step, which then gathers their state and so must be run on all ranks. Until that step their ``zero_grad``
     clears nothing.
 
     Args:
-        module: sharded itself, or containing sharded modules. If a module above it is sharded too, that one finds its
-            root anew; what is unwrapped must be sharded again (or ignored) before its next forward.
-        optimizers: those that hold parameters of ``module``.
+        module: a sharded module, or one that contains sharded modules. If a module above it is sharded too, that one
+            finds its root anew, and ``module`` must be sharded again (or ignored) before its next forward.
+        optimizers: optimizers that hold parameters of ``module``.
 
     Returns:
         ``module`` itself. Nothing is changed if nothing is sharded.
 
     Raises:
-        FSDPTypeError: not a module.
+        FSDPTypeError: ``module`` is no module.
         FSDPValueError: parameters belong to a group of a module that is not below ``module``.
-        FSDPRuntimeError: inside a forward or backward, gradients wait for a reduction, or the ranks differ.
-        FSDPNotImplementedError: a parameter that is a tensor subclass.
+        FSDPRuntimeError: a forward or backward is running, gradients wait for a reduction, or the ranks differ.
+        FSDPNotImplementedError: a parameter is a tensor subclass.
     """
     states = states_below(module)
     _refuse_parts_of_groups(module, states)
@@ -85,7 +85,10 @@ def unwrap(module: Module, *, optimizers: Iterable[Optimizer] = ()) -> Module:
 
 
 def _settled(states: Sequence[FSDPState]) -> FSDPError | None:
-    """Bring them to rest; returns what speaks against it on this rank."""
+    """Reshard ``states`` and adopt replaced parameters. Returns the error if this rank cannot, to be raised later.
+
+    An error must not be raised here: other ranks would wait for this one in the comparison that follows.
+    """
     try:
         for state in states:
             state.quiesce()
@@ -96,10 +99,10 @@ def _settled(states: Sequence[FSDPState]) -> FSDPError | None:
 
 
 def _made_plain(states: Sequence[FSDPState], whole: set[FSDPParamGroup]) -> list[FSDPState]:
-    """Make plain modules of those whose groups are all ``whole``, so that an exception leaves none in between.
+    """Make the modules of those states plain whose groups are all ``whole``: an exception leaves no module half-made.
 
     Returns:
-        The others.
+        The other states.
     """
     waiting = []
     for state in states:
@@ -140,21 +143,21 @@ def _refuse_parts_of_groups(module: nn.Module, states: Sequence[FSDPState]) -> N
 
 
 def _refuse_groups(groups: Sequence[FSDPParamGroup], refused: FSDPError | None) -> None:
-    """Refuse what this rank, or another, cannot make whole. Collective.
+    """Refuse ``groups`` that this rank, or another one, cannot unwrap. Collective.
 
     Args:
-        groups: to be made whole.
-        refused: why this rank cannot anyway.
+        groups: the groups whose parameters are to be gathered.
+        refused: an error that has come on this rank already.
 
     Raises:
-        FSDPError: on all ranks.
+        FSDPError: a rank refuses, or the ranks differ. It is raised on all ranks.
     """
     error = refused
     try:
         for group in groups if error is None else ():
             _refuse_own(group)
     except FSDPError as raised:
-        error = raised  # other ranks are told first
+        error = raised  # it is raised after the comparison, which other ranks take part in
 
     def described_on(each: DataParallelMesh) -> str:
         return "\n".join(

@@ -1,8 +1,8 @@
-"""ZeRO stages by name: when each frees the unsharded parameters, and over which ranks it cuts them.
+"""ZeRO stages by name: when each frees the unsharded parameters, and over which ranks it shards them.
 
-A stage is nothing but settings: the mesh says whether anything is cut, two flags say when what was gathered is freed.
-The names are those of Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2019,
-arXiv 1910.02054; ``"replicate"`` is distributed data parallelism.
+A stage is nothing but settings: the mesh says whether parameters are sharded, two flags say when unsharded ones are
+freed. The names come from Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+2019, arXiv 1910.02054; ``"replicate"`` is distributed data parallelism.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from fsdp2.errors import FSDPValueError
 
 
 class ReshardPolicy(NamedTuple):
-    """How long unsharded parameters stay.
+    """How long parameters stay unsharded.
 
     Attributes:
         reshard_after_forward: whether the end of forward frees them.
-        reshard_after_backward: whether the end of backward does; None: if it reduces gradients.
+        reshard_after_backward: whether the end of backward frees them; None: if it reduces gradients.
     """
 
     reshard_after_forward: bool
@@ -47,7 +47,7 @@ def reshard_policy_of(strategy: Any) -> ReshardPolicy:
 
 
 def _info_for(strategy: Strategy, info: DataParallelMeshInfo) -> DataParallelMeshInfo:
-    """``info``, or for ``"replicate"`` all its ranks as copies. Flattening two dims makes process groups.
+    """``info``; for ``"replicate"`` an info that replicates over all its ranks, for which process groups may be made.
 
     Raises:
         FSDPValueError: the strategy shards over a mesh that only replicates, or the other way around.
@@ -69,12 +69,12 @@ def _info_for(strategy: Strategy, info: DataParallelMeshInfo) -> DataParallelMes
 
 
 def _refuse_contradictions(strategy: Strategy, reshard_after_forward: Any, shard_placement_fn: Any) -> None:
-    """Refuse arguments that say something else than ``strategy`` does.
+    """Refuse arguments that contradict ``strategy``.
 
     An int for ``reshard_after_forward`` says to how many ranks ``"zero3"`` reshards after forward.
 
     Raises:
-        FSDPValueError: naming both.
+        FSDPValueError: one does; the message names both.
     """
     reshards = reshard_policy_of(strategy).reshard_after_forward
     is_int = isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool)
@@ -92,10 +92,10 @@ def _refuse_contradictions(strategy: Strategy, reshard_after_forward: Any, shard
 
 
 def _refuse_switch(strategy: Strategy, mesh: DataParallelMesh, name: str) -> None:
-    """Refuse to change at run time between whole and sharded parameters, which lie on other meshes.
+    """Refuse to change at run time between replicated and sharded parameters, which are laid out on different meshes.
 
     Raises:
-        FSDPValueError: naming the module and the remedy.
+        FSDPValueError: ``strategy`` would; the message names the module and the remedy.
     """
     replicates = mesh.shard_group is None
     if (strategy == "replicate") is not replicates:
@@ -110,7 +110,7 @@ def _refuse_switch(strategy: Strategy, mesh: DataParallelMesh, name: str) -> Non
 def info_for(
     strategy: Strategy, reshard_after_forward: Any, shard_placement_fn: Any, info: Callable[[], DataParallelMeshInfo]
 ) -> DataParallelMeshInfo:
-    """How the mesh is used, given how it would be used without a strategy, once the other arguments agree with it."""
+    """The mesh info for ``strategy``, which the other arguments must not contradict. ``info`` makes the default one."""
     _refuse_contradictions(strategy, reshard_after_forward, shard_placement_fn)
     return _info_for(strategy, info())
 

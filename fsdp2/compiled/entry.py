@@ -1,4 +1,4 @@
-"""What happens outside of graphs before a compiled module is called: all that its trace, and its run, rely on."""
+"""The work outside of graphs before a compiled module is called: it makes what the trace, and each run, rely on."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from fsdp2.errors import FSDPNotImplementedError, FSDPTypeError
 
 @functools.cache
 def prepares_graphs() -> Callable[[Any], CompiledCall]:
-    """`prepare_call`, of which Dynamo takes up no frame. (Made when it is needed: importing Dynamo takes a second.)"""
+    """`prepare_call` with a mark that Dynamo must not trace it. (Made late, since importing Dynamo takes a second.)"""
     return torch.compiler.disable(prepare_call)  # type: ignore[no-any-return]
 
 
@@ -39,8 +39,9 @@ def prepares_graphs() -> Callable[[Any], CompiledCall]:
 def prepare_compile(model: nn.Module) -> None:
     """Make ``model`` ready to be called by a compiled function.
 
-    Only for functions: of a sharded module's own compiled call (``torch.compile(model)``, ``model.compile()``) this is
-    the beginning. A function is traced from its own first line, where nothing can be communicated or allocated::
+    Only compiled functions need it: a sharded module's own compiled call (``torch.compile(model)``,
+    ``model.compile()``) begins with it. A function is traced from its own first line, where nothing can be communicated
+    or allocated::
 
         >>> @torch.compile(fullgraph=True)
         ... def loss_of(batch):
@@ -54,7 +55,7 @@ def prepare_compile(model: nn.Module) -> None:
         model: the outermost module on which `fully_shard` was called.
 
     Raises:
-        FSDPTypeError: it is none.
+        FSDPTypeError: `fully_shard` was not called on ``model``.
         FSDPNotImplementedError: it cannot be part of a graph; the message names the feature.
     """
     if state_of(model) is None:
@@ -78,11 +79,11 @@ def _set_up_compiler() -> None:
 
 
 class CompiledCall:
-    """A compiled call that was prepared; a context manager around it. Nothing may be traced into without another.
+    """A prepared compiled call of a module, as a context manager around it. Each call needs one of its own.
 
     Attributes:
-        is_captured: whether its module's own hooks can be part of the graph. If not, they run outside, as in eager
-            mode.
+        is_captured: whether the module's own hooks can be part of the graph. If not, they run outside of it, as in
+            eager mode.
     """
 
     __slots__ = ("_outside", "_replaced", "_state", "is_captured")
@@ -94,23 +95,23 @@ class CompiledCall:
         self.is_captured = is_captured
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What to call a root with: its inputs on its device, to which eager hooks move them, and graphs would not."""
+        """The inputs to call the module with: a root's are moved to its device, which graphs would not do."""
         return self._state.on_device(args, kwargs, self._replaced) or (args, kwargs)
 
     def __enter__(self) -> None:
-        """It begins."""
+        """The call begins; everything was prepared when this was made."""
 
     def __exit__(self, *_: object) -> None:
-        """It is over: one around it goes on as before."""
+        """The call is over: give states the hooks back that a call around it has set."""
         for state, hooks in self._outside:
             state.graph_hooks = hooks
         self._replaced.take_out()
 
 
 def prepare_call(module: nn.Module) -> CompiledCall:
-    """Make ``module``, whose compiled call begins, ready to be traced or run; all ranks of the mesh together.
+    """Make ``module``, whose compiled call begins, ready to be traced or run. Collective over the mesh.
 
-    What is below it and cannot be part of a graph says so when it is traced.
+    Modules below it that cannot be part of a graph raise an error when they are traced.
     """
     _set_up_compiler()
     state = state_of(module)
@@ -147,7 +148,7 @@ def _refuse_state(state: FSDPState, reason: str) -> None:
 
 
 def _held_by_top(below: tuple[FSDPState, ...]) -> tuple[FSDPParamGroup, ...]:
-    """Groups that several states use (tied weights): gathered once, for the whole of the compiled module."""
+    """The groups that several states use (tied weights). They are gathered once, around the whole compiled module."""
     seen: dict[FSDPParamGroup, int] = {}
     for state in below:
         for group in state.unit:
@@ -158,7 +159,8 @@ def _held_by_top(below: tuple[FSDPState, ...]) -> tuple[FSDPParamGroup, ...]:
 def _prepare_state(state: FSDPState, groups: tuple[FSDPParamGroup, ...]) -> None:
     assert state.root is not None, "an entry makes a root"
     if state.attributes_outside and not torch.is_grad_enabled():
-        # `inference`: gathered once, as eager hooks do, for all calls; a graph would in each.
+        # Inside of `inference()` parameters are gathered once for all calls, by eager means: a graph would gather them
+        # in each call.
         for group in groups:
             group.refuse_set_data()
         if not state.is_unsharded() or any(group.is_stale() for group in groups):
@@ -184,18 +186,18 @@ def _prepare_state(state: FSDPState, groups: tuple[FSDPParamGroup, ...]) -> None
 
 
 def _gathers_again(state: FSDPState) -> bool:
-    """Whether backward gathers again: by default everywhere but at the root, as in eager mode."""
+    """Whether backward gathers again. By default all modules but the root do, as in eager mode."""
     return not state.is_root if state.reshard_after_forward is None else state.reshard_after_forward
 
 
 def _prepared(group: FSDPParamGroup, again: bool, budget: int | None) -> TracedGroup:
-    """What was prepared before if nothing has changed since, else anew."""
+    """Prepare ``group`` for graphs, or return what was prepared before if nothing has changed since."""
     plan, version = group.plan, group.written()
     known = group.graph_inputs
     if known is not None and known.premises.version != version:
-        if _torch.backward_is_running():  # this forward is computed again in it
+        if _torch.backward_is_running():  # this forward is a recompute, and needs the values of its first run
             group.refuse_backward()
-        # So that a backward whose forward came before the write fails, and not silently uses what it wrote.
+        # A backward whose forward came before the write must fail, and not silently use the new values.
         torch.autograd.graph.increment_version(known.group.shards)
     if known is not None and known.made_of[0] is plan and known.made_of[1:] == (again, budget):
         if known.group.handle is not None:
@@ -204,8 +206,9 @@ def _prepared(group: FSDPParamGroup, again: bool, budget: int | None) -> TracedG
         return known.group
     spec = GroupSpec.of(group, again, budget)
     handle = handle_of(group, budget) if spec.by_transport else None
-    premises = Premises(plan, again, version, may_keep=spec.by_transport)  # else compilers know of it: CUDA graphs
-    # Whatever the mode of the first call is, a later one may train.
+    # Functional collectives write into memory that a compiler may reuse in each run, as with CUDA graphs.
+    premises = Premises(plan, again, version, may_keep=spec.by_transport)
+    # The first call may be without gradients, and a later one may train.
     with torch.inference_mode(False), torch.enable_grad():
         shards = tuple(
             storage_alias(buffers.shard, 0, (buffers.layout.shard_numel,), (1,)) for buffers in group.storage.buffers
@@ -218,18 +221,18 @@ def _prepared(group: FSDPParamGroup, again: bool, budget: int | None) -> TracedG
     )
     sharded = [param.sharded for param in group.params]
     _torch_compiler.keep_static([*shards, *grad_sinks, *sharded, *(param.local for param in group.params)])
-    _torch_compiler.keep_in_place(shards)  # they lie there for as long as the plan is this
+    _torch_compiler.keep_in_place(shards)  # their addresses stay the same while this plan is in use
     prepared = TracedGroup(text_of(spec), shards, grad_sinks, handle, uses)
     group.graph_inputs = Prepared((plan, again, budget), premises, prepared)
     return prepared
 
 
 class Prepared:
-    """What `prepare_call` has made of a group.
+    """The result of `prepare_call` for a group, and what it was made from.
 
     Attributes:
-        made_of: the plan of the group, whether backward gathers again, bytes that may be gathered ahead.
-        premises: what its backward relies on.
+        made_of: the plan of the group, whether backward gathers again, and how many bytes may be gathered ahead.
+        premises: the conditions that its backward relies on.
         group: the result.
     """
 

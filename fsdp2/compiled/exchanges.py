@@ -1,23 +1,23 @@
-"""What graphs exchange, over the transports of the eager runtime: an operator that begins it, and one that waits.
+"""Collectives in graphs, over the transports of the eager runtime: one operator begins each, another one waits for it.
 
 ::
 
-    begin_gather(handle, shards)         -> token     what is packed was copied in, and messages are under way
+    begin_gather(handle, shards)         -> token     packed shards were copied in, and messages are under way
     end_gather(handle, token, ...)       -> unsharded parameters, flat, one tensor for each of the plan's ``gathers``
     begin_reduce(handle, sent, reduce)   -> token
     end_reduce(handle, token, sent, ...) -> the sum of this rank's part, in the layout of the plan's ``reduces``
 
-A *handle* says which group: a number in a tensor, which is an input of the graph like the group's shards. So a graph
-holds nothing of a process: equal groups share one, whatever their ranks are called, and so do models whose graphs come
-out of a cache. A *token* says which of the exchanges that the group has under way.
+A *handle* identifies a group: it is a number in a tensor, an input of the graph like the group's shards. So a graph
+contains nothing that belongs to a process: equal groups share a graph, whatever their process groups are called, and a
+graph may come out of a cache. A *token* identifies one of the collectives that the group has under way.
 
-A graph issues its own gathers ahead (`fsdp2.compiled.overlap`). The first one of the next graph, of a block that is
-compiled by itself, it does not know: it is issued ahead here, once one pass has shown which one that is.
+A graph issues its own gathers ahead (`fsdp2.compiled.overlap`). It does not know the first gather of the next graph, if
+blocks are compiled one by one. That gather is issued ahead here, once one pass has shown which one it is.
 
-What is returned was never seen by the graph before, and is the graph's own from then on: operators alias and write
-nothing, as their schemas say. What is sent is an argument of the operator that waits too, so that its memory is not
-used for something else as long as messages are under way. What was begun and not waited for, because an exception came
-in between, is forgotten by the next call; its transport keeps what messages may still arrive in.
+The results are tensors that the graph has not seen before and owns from then on: operators alias and write nothing, as
+their schemas say. The inputs of a collective are arguments of the operator that waits, too, so that their memory is not
+reused while messages are under way. If an exception comes between beginning and waiting, the next call forgets the
+collective; its transport keeps the memory in which messages may still arrive.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from fsdp2.errors import FSDPRuntimeError
 
 
 class _Arrival:
-    """Where one gather of a graph arrives.
+    """The buffer that one gather of a graph fills.
 
     Attributes:
-        unsharded: flat; has memory until that is handed to the graph.
+        unsharded: the flat buffer; it has memory until that is handed to the graph.
     """
 
     __slots__ = ("unsharded",)
@@ -55,18 +55,18 @@ class _Arrival:
 
 
 _Pass = tuple[int, bool]
-"""A forward of a root, by its number, or what backward comes after it."""
+"""A forward of a root, by its number and False; or the backwards that come after it, by this number and True."""
 
 
 @dataclass(eq=False)
 class _Gathering:
-    """One gather: under way, or what the next one uses.
+    """One gather that is under way, or the buffers of a finished one, which the next gather uses.
 
     Attributes:
         gather: the buffers and copies.
-        arrivals: what is to be handed to the graph, one for each of the plan's ``gathers``.
-        handle: what is waited for.
-        version: of the parameters when it was begun.
+        arrivals: the unsharded buffers, one for each of the plan's ``gathers``, whose memory goes to the graph.
+        handle: the works to wait for.
+        version: the version of the parameters when it was begun.
     """
 
     gather: Gather
@@ -80,9 +80,9 @@ class _Reduction:
     """One reduction under way.
 
     Attributes:
-        plan: of what is reduced.
-        output: flat, where it arrives.
-        handle: what is waited for.
+        plan: the plan that it follows.
+        output: the flat tensor that it fills.
+        handle: the works to wait for.
     """
 
     plan: ReducePlan
@@ -91,13 +91,13 @@ class _Reduction:
 
 
 class _Course:
-    """What the graphs of one root gather in one pass.
+    """The gathers of the graphs of one root in one pass.
 
     Attributes:
         during: the pass.
-        last: whose gather was begun last, in a graph; None before.
-        under_way: how many were begun, and not ended, in graphs.
-        ahead: begun before a graph does, by whose they are.
+        last: the group whose gather a graph has begun last; None before the first.
+        under_way: how many gathers graphs have begun and not ended.
+        ahead: the gathers that were begun before their graph, by group.
     """
 
     def __init__(self) -> None:
@@ -107,14 +107,14 @@ class _Course:
         self.ahead: dict[GroupExchanges, _Gathering] = {}
 
     def go_on(self) -> None:
-        """Begin anew if this is another pass: nothing was learned of what follows, nor is any of the last one used."""
+        """If another pass has begun, forget this one: its order and its gathers mean nothing in the new one."""
         now = (PLACE.step, _torch.backward_is_running())
         if now != self.during:
             self.begin_anew()
             self.during = now
 
     def begin_anew(self) -> None:
-        """Nothing is under way; what was begun ahead is left to its transport."""
+        """Forget the pass. Gathers that were begun ahead are left to their transports."""
         if self.last is not None:
             self.last.successors.pop(self.during[1], None)
         self.last, self.under_way = None, 0
@@ -136,14 +136,15 @@ _TOKENS = itertools.count()
 
 
 class GroupExchanges:
-    """The exchanges of one group in graphs, by one plan.
+    """The collectives of one group in graphs, by one plan.
 
     All ranks must begin, and end, the same ones in the same order.
 
     Attributes:
-        plan: by which they were laid out.
-        number: in their handle.
-        successors: whose gather the next graph begins, in forward (False) and in backward (True), as far as is known.
+        plan: the plan by which they are laid out.
+        number: the number in their handle.
+        successors: in forward (False) and in backward (True), the group whose gather the next graph begins with, as far
+            as it is known.
     """
 
     def __init__(self, group: FSDPParamGroup, budget: int | None) -> None:
@@ -156,18 +157,18 @@ class GroupExchanges:
         self._gathers: dict[int, _Gathering] = {}
         self._reductions: dict[int, _Reduction] = {}
         self._idle: list[_Gathering] = []
-        self._version: object = None  # of the parameters in the last forward
+        self._version: object = None  # the version of the parameters in the last forward
         _EXCHANGES[self.number] = self
 
     def abandon(self) -> None:
-        """Forget what is under way. Nothing of it is used again: its transport holds what may still arrive there."""
+        """Forget what is under way, and its buffers: the transport keeps memory in which messages may still arrive."""
         if self._gathers or self._reductions:
             self._gathers.clear()
             self._reductions.clear()
             _course_of(self._living()[1]).begin_anew()
 
     def begin_gather(self) -> int:
-        """Begin to gather all shards, unless that was done ahead; the token.
+        """Begin to gather all shards, unless that was done ahead. Returns the token.
 
         Raises:
             FSDPRuntimeError: a backward runs, and the parameters were written since the last forward.
@@ -180,7 +181,7 @@ class GroupExchanges:
         course = _course_of(comm)
         course.go_on()
         if course.last is not None:
-            # What was begun before the last one had ended, the graph itself has issued ahead.
+            # If another gather is under way, the graph itself has issued this one ahead: there is nothing to learn.
             course.last.successors[course.during[1]] = weakref.ref(self) if not course.under_way else _NOBODY
         course.last = self
         gathering = course.ahead.pop(self, None)
@@ -202,7 +203,7 @@ class GroupExchanges:
         return gathering
 
     def end_gather(self, token: int) -> list[torch.Tensor]:
-        """Wait for it: what was gathered, (unsharded_numel,) for each of the plan's ``gathers``."""
+        """Wait for the gather. Returns its results, (unsharded_numel,) for each of the plan's ``gathers``."""
         _, comm = self._living()
         gathering = self._gathers.pop(token)
         course = _course_of(comm)
@@ -212,14 +213,14 @@ class GroupExchanges:
         gathering.handle.wait_for_works()
         with _torch.without_grad():
             gathering.gather.copy_out()
-            if not _torch.can_swap_memory:
+            if not _torch.can_swap_memory:  # then the buffers themselves go to the graph, and others are made next time
                 return [arrival.unsharded.flat for arrival in gathering.arrivals]
             flats = [arrival.unsharded.hand_over() for arrival in gathering.arrivals]
         self._idle.append(gathering)
         return flats
 
     def _begin_ahead(self, course: _Course) -> None:
-        """Begin what the next graph gathers, if it is known, and not more than may be gathered ahead."""
+        """Begin the gather of the next graph, if that is known and the prefetch budget allows it."""
         following = self.successors.get(course.during[1], _NOBODY)()
         if following is None or following is self or following in course.ahead:
             return
@@ -231,11 +232,11 @@ class GroupExchanges:
 
     @property
     def unsharded_bytes(self) -> int:
-        """Of what it gathers."""
+        """How many bytes its unsharded parameters have."""
         return sum(plan.layout.unsharded_numel * plan.param_dtype.itemsize for plan in self.plan.gathers)
 
     def begin_reduce(self, sent: Sequence[torch.Tensor], index: int) -> int:
-        """Begin to reduce ``sent``: what the plan's ``reduces[index]`` packs, then what travels alone; the token."""
+        """Begin to reduce ``sent``, as `members_of` the plan's ``reduces[index]`` lists it. Returns the token."""
         group, comm = self._living()
         refuse_other_plan(group, self.plan)
         plan = self.plan.reduces[index]
@@ -243,6 +244,7 @@ class GroupExchanges:
         with _torch.without_grad():
             output = torch.empty(plan.layout.numel, dtype=plan.dtype, device=group.mesh.device)
             members, end = [], 0
+            # Alignment between members is received from nobody, and must be zero for what reads the flat result.
             for (offset, numel), each in zip(members_of(plan.layout), sent, strict=True):
                 if offset > end:
                     output[end:offset].zero_()
@@ -257,7 +259,7 @@ class GroupExchanges:
         return token
 
     def end_reduce(self, token: int) -> torch.Tensor:
-        """Wait for it, and sum over replicas if there are any: (numel,) of the plan's layout."""
+        """Wait for the reduction, and sum over replicas if there are any. Returns (numel,) of the plan's layout."""
         group, _ = self._living()
         reduction = self._reductions.pop(token)
         handle, plan, output = reduction.handle, reduction.plan, reduction.output
@@ -292,23 +294,23 @@ def _nobody() -> None:
 _NOBODY: Callable[[], GroupExchanges | None] = _nobody
 
 _EXCHANGES: weakref.WeakValueDictionary[int, GroupExchanges] = weakref.WeakValueDictionary()
-"""By the number in the handle."""
+"""All exchanges that are alive, by the number in their handle."""
 
 
 def raise_gone() -> NoReturn:
-    """Raise `FSDPRuntimeError`: a graph runs of a group that there is no more."""
+    """Raise `FSDPRuntimeError`: the group of a graph that runs does not exist any more."""
     raise FSDPRuntimeError(
         "the model of this backward was deleted, or sharded anew, after its forward: run backward before."
     )
 
 
 def refuse_other_plan(group: FSDPParamGroup, plan: GroupPlan) -> None:
-    """Refuse to reduce by ``plan``, of the graph of a forward, what ``group`` could not deliver any more.
+    """Refuse to reduce by ``plan``, with which a graph's forward was traced, if ``group`` could not deliver the result.
 
-    Its scalings may be others: what has arrived is scaled as they say.
+    Only the scalings of the plans may differ: the difference is applied to the result.
 
     Raises:
-        FSDPRuntimeError: gradients are laid out otherwise now, or other parameters have them.
+        FSDPRuntimeError: gradients are laid out differently now, or other parameters have them.
     """
     now = group.plan
     if now is plan:
@@ -323,9 +325,9 @@ def refuse_other_plan(group: FSDPParamGroup, plan: GroupPlan) -> None:
 
 
 def handle_of(group: FSDPParamGroup, budget: int | None) -> torch.Tensor:
-    """Of new exchanges of ``group``, by its present plan, which live as long as it does.
+    """Make the exchanges of ``group`` by its present plan, and return their handle, which keeps them alive.
 
-    ``budget``: how many bytes may be gathered ahead of what computes; None: one group.
+    ``budget``: how many bytes may be gathered ahead of the compute; None: one group.
     """
     exchanges = GroupExchanges(group, budget)
     with torch.inference_mode(False):
@@ -335,7 +337,7 @@ def handle_of(group: FSDPParamGroup, budget: int | None) -> torch.Tensor:
 
 
 def abandon(handle: torch.Tensor) -> None:
-    """No graph is running: forget what an exception has left under way."""
+    """Forget collectives that an exception has left under way. No graph is running."""
     _of(handle).abandon()
 
 
@@ -347,12 +349,12 @@ def _of(handle: torch.Tensor) -> GroupExchanges:
 
 
 def members_of(layout: GradientLayout) -> list[tuple[int, int]]:
-    """Where what travels arrives, and how many elements: the packed row, then what travels alone, as it lies."""
+    """The offset and size in the result of each tensor to send: the packed row, then gradients that are not packed."""
     alone = [(slot.offset, slot.shard_numel) for slot in layout.slots if slot.direct and slot.shard_numel]
     return [(0, layout.packed_numel), *sorted(alone)]
 
 
-# The operators. Each is called with tensors of one group; the numbers of elements and the dtypes are for fake tensors.
+# The operators. Each is called with tensors of one group; sizes and dtypes are passed for their fake implementations.
 
 
 def _begin_gather(handle: torch.Tensor, shards: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -390,7 +392,7 @@ def _gathered(
     numels: Sequence[int],
     dtypes: str,
 ) -> list[torch.Tensor]:
-    named = [getattr(torch, name) for name in dtypes.split()]  # schemas know no list of dtypes
+    named = [getattr(torch, name) for name in dtypes.split()]  # operator schemas have no lists of dtypes
     return [each.new_empty(numel, dtype=dtype) for each, numel, dtype in zip(shards, numels, named, strict=True)]
 
 
@@ -419,7 +421,7 @@ END_REDUCE = _torch_compiler.define_operator(
 
 
 def gather(handle: torch.Tensor, shards: Sequence[torch.Tensor], plans: Sequence[GatherPlan]) -> list[torch.Tensor]:
-    """The flat unsharded parameters of a group, (unsharded_numel,) for each of its plan's ``gathers``; waited for."""
+    """Gather a group's unsharded parameters, and wait: flat, (unsharded_numel,) for each of the plan's ``gathers``."""
     token = BEGIN_GATHER(handle, shards)
     numels = [plan.layout.unsharded_numel for plan in plans]
     dtypes = " ".join(str(plan.param_dtype).removeprefix("torch.") for plan in plans)
@@ -427,6 +429,6 @@ def gather(handle: torch.Tensor, shards: Sequence[torch.Tensor], plans: Sequence
 
 
 def reduce(handle: torch.Tensor, sent: Sequence[torch.Tensor], index: int, plan: ReducePlan) -> torch.Tensor:
-    """``sent`` reduced as the group's plan ``reduces[index]``, ``plan``, says: (numel,) of its layout; waited for."""
+    """Reduce ``sent`` by ``plan``, the group's ``reduces[index]``, and wait for it: (numel,) of its layout."""
     token = BEGIN_REDUCE(handle, sent, index)
     return END_REDUCE(handle, token, sent, plan.layout.numel, plan.dtype)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Which frames of this package a graph may begin at: that of a sharded module's call, and no other."""
+"""Lets graphs of ``torch.compile`` begin, among this package's frames, at calls of sharded modules only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fsdp2 import _torch_compiler
 PACKAGE = "fsdp2"
 BEGINS_GRAPHS = "_fsdp_captured_call"
 HOOKS = ("pre_forward", "post_forward")
-"""What they call may be the user's: collectives, tensors that gather themselves."""
+"""Functions whose callees must not begin graphs either: these may be the user's collectives or tensor subclasses."""
 
 
 OPTIMIZERS = "fsdp2.optim."
@@ -24,19 +24,19 @@ LEADS_TO_GRAPHS = (
     "_before_step",
     "_after_step",
 )
-"""Of optimizers, what calls the ``step`` of torch's class, which is a graph. All else that they call is none."""
+"""The functions of optimizers that lead to the ``step`` of torch's class, which is a graph. Others lead to none."""
 
 
 _marked: set[str] = set()
-"""Names of modules whose functions are known."""
+"""The names of modules whose functions are marked."""
 _imported = 0
-"""How many modules the interpreter had when they were last looked for."""
+"""How many modules the interpreter had when this package's modules were last looked for."""
 
 
 def begin_graphs_at_calls_only() -> None:
-    """Let ``torch.compile`` leave this package's own functions alone, unless it traces through them on its way.
+    """Let ``torch.compile`` begin no graph in this package's own functions. It may still trace through them.
 
-    Those of modules that are imported later (`compat`, tools) too: when it is called the next time.
+    Modules of this package that are imported later (`compat`, tools) are marked when this is called the next time.
     """
     global _imported
     if _imported == len(sys.modules):

@@ -1,9 +1,9 @@
-"""Where the gradients of a graph arrive: sinks, the inputs by which backward hands them to the eager runtime.
+"""Gradient sinks: inputs of a graph whose gradients are the reduced gradients, so that the eager runtime gets them.
 
-A graph has two inputs for every dtype in which a group reduces: one of the shape of the flat result, and an empty one
-that gets a gradient only if some parameter had none. Neither has memory, and neither is read. Both are outputs of one
-`autograd.Function`, whose backward autograd calls once for all graphs of a backward, with the sums: there the result
-is scaled, cast and delivered like that of an eager reduction.
+A graph has two such inputs for every dtype in which a group reduces: one of the shape of the flat result, and an empty
+one that gets a gradient only if some parameter had none. Neither has memory, and neither is read. Both are outputs of
+one `autograd.Function`. Autograd calls its backward once for all graphs of a backward, with the sums of their results:
+there the sum is scaled, cast and delivered like the result of an eager reduction.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from fsdp2.core.plan import GroupPlan
 
 @dataclass(slots=True)
 class Premises:
-    """What a graph of one group was made for, as its backward finds it.
+    """The conditions that the backward of a group's graph relies on.
 
     Attributes:
-        plan: of the group.
-        again: whether its backward gathers again.
-        version: of the parameters, in the last forward.
-        may_keep: whether nobody else knows the memory in which gradients arrive.
+        plan: the plan of the group.
+        again: whether the graph's backward gathers again.
+        version: the version of the parameters in the last forward.
+        may_keep: whether nobody else uses the memory in which gradients arrive.
     """
 
     plan: GroupPlan
@@ -39,7 +39,7 @@ class Premises:
         """Refuse the backward if ``group`` is not as it was in the last forward.
 
         Raises:
-            FSDPRuntimeError: its parameters were written, and are gathered again; or its plan is another.
+            FSDPRuntimeError: its parameters were written, and the backward gathers them again; or its plan has changed.
         """
         if self.again and self.version != group.written():
             group.refuse_backward()
@@ -47,11 +47,11 @@ class Premises:
 
 
 def grad_sinks_of(group: FSDPParamGroup, premises: Premises) -> tuple[torch.Tensor, ...]:
-    """Two for each dtype of reduction: (numel,) and (0,), on the device of the gradients."""
+    """The sinks of ``group``, two for each dtype that it reduces in: (numel,) and (0,), on the gradients' device."""
     reduces = premises.plan.reduces
     if not reduces:
         return ()
-    # A leaf that requires a gradient, so that the outputs do.
+    # The outputs of the function require gradients only if one of its inputs does.
     anchor = torch.zeros((), device=group.mesh.device, requires_grad=True)
     shapes = [(each.layout.numel, each.dtype) for each in reduces]
     outputs: tuple[torch.Tensor, ...] = _Arrival.apply(weakref.ref(group), premises, shapes, anchor)
@@ -84,7 +84,7 @@ class _Arrival(torch.autograd.Function):
             raise_gone()
         premises: Premises = ctx.premises
         premises.refuse_changes(group)
-        if group.reducer.is_reducing:  # an eager one, which may be on its way to the same buffer
+        if group.reducer.is_reducing:  # an eager reduction may be on its way to the same buffer
             assert group.comm is not None, "it was reduced there"
             group.comm.finish_reduces()
         with torch.no_grad():

@@ -1,9 +1,10 @@
-"""The order of communication in a graph: gathers are issued ahead of the compute before them, reductions end behind it.
+"""Orders the communication in a graph so that it overlaps with compute.
 
-Traced, a group's all-gather stands right before its parameters are used, and waits for itself. Here the next group's
-all-gather moves up, before the wait for the present one, so that it runs beside the present group's compute; and the
-wait for a reduce-scatter moves down, to where the next one is issued. Nothing else moves, and nothing is computed
-otherwise. inductor orders once more, for memory, and would undo this; dependencies between the nodes keep it.
+In the trace a group's all-gather stands right before the use of its parameters, and is waited for at once. This pass
+moves the next group's all-gather up, before the wait for the present one, so that it runs beside the present group's
+compute; and it moves the wait for a reduce-scatter down, to where the next one is issued. Nothing else moves, and the
+results are the same. inductor orders nodes again, for memory, and would undo this: dependencies between the nodes
+prevent that.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ WAITS = frozenset({_torch_compiler.WAIT, END_GATHER, END_REDUCE})
 
 
 def overlap(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Reorder ``graph`` in place: one forward, one backward, or one of inference.
+    """Reorder ``graph``, of a forward, of a backward or of inference, in place.
 
     Returns:
-        What a compiler that orders for itself has to respect: each node has to come after its list of nodes.
+        The dependencies that a compiler with an order of its own must respect: each node comes after its list of nodes.
     """
     gathers, scatters = _units(graph, GATHERS), _units(graph, REDUCTIONS)
     order = _positions(graph)
@@ -57,16 +58,17 @@ def overlap(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
                 after[wait] = following[0].all_input_nodes
     if scatters:
         _end_before(scatters[-1], graph.output_node(), graph)
-    # Ranks whose batches differ have graphs of other sizes, of which a compiler would order each by its own memory.
+    # Ranks whose batches differ have graphs of different sizes, which a compiler would order differently, by memory.
+    # But all ranks must issue their collectives in the same order.
     for before, node in itertools.pairwise([node for node in graph.nodes if node.target in BEGINS]):
         after.setdefault(node, []).append(before)
     return {node: others for node, others in after.items() if others}
 
 
 def _not_before(begin: fx.Node, arrivals: list[fx.Node]) -> list[fx.Node]:
-    """What has to come before ``begin``: to a compiler a token is nothing, but what arrives for it has memory.
+    """The nodes that must come before ``begin``. A compiler counts no memory for its token, and might move it far up.
 
-    The last of ``arrivals``, those of the gathers before it; or, if bytes are counted, all that stands before it.
+    They are the last of ``arrivals``, the waits for earlier gathers; with a prefetch budget, the last node before it.
     """
     note = _torch_compiler.note_of(begin)
     if note is None or note[1] is None:
@@ -85,7 +87,7 @@ def _next_arrival(unit: Unit, arrivals: list[fx.Node], graph: fx.Graph) -> fx.No
 
 
 def _units(graph: fx.Graph, targets: frozenset[Any]) -> list[Unit]:
-    """The collectives of each unsharding, or of each reduction, in their order."""
+    """The collectives of each gather or reduction of a group, in their order."""
     units: dict[Any, Unit] = {}
     for node in graph.nodes:
         key = _torch_compiler.note_of(node)
@@ -99,16 +101,17 @@ def _waits(unit: Unit) -> list[fx.Node]:
 
 
 def _nbytes(unit: Unit) -> int:
-    """Of what it brings, which the waits return."""
+    """How many bytes the waits for ``unit`` return."""
     values = [node.meta["val"] for node in _waits(unit)]
     flats = [flat for value in values for flat in (value if isinstance(value, (list, tuple)) else [value])]
     return sum(flat.numel() * flat.element_size() for flat in flats)
 
 
 def _first_beside(units: list[Unit], index: int) -> int:
-    """Before which unit's arrival ``units[index]`` is issued: that before it, or an earlier one within the budget.
+    """The index of the unit before whose arrival ``units[index]`` is issued.
 
-    ``index`` itself: it stays where it is, for it alone exceeds the budget.
+    Without a budget it is the unit before this one; with a budget, the earliest one that it allows. If this unit alone
+    exceeds the budget, it is ``index`` itself: the unit stays where it is.
     """
     note = _torch_compiler.note_of(units[index][0])
     room = None if note is None else note[1]
@@ -122,7 +125,11 @@ def _first_beside(units: list[Unit], index: int) -> int:
 
 
 def _issue_before(unit: Unit, arrival: fx.Node, graph: fx.Graph) -> bool:
-    """Move ``unit``, and what it is made from, right before ``arrival``; unless it is made from what is computed."""
+    """Move ``unit``, and the nodes that it depends on, right before ``arrival``.
+
+    Returns:
+        False, and nothing is moved, if it depends on other collectives.
+    """
     chain, positions = _sources(unit), _positions(graph)
     if any(node.target in COLLECTIVES and node not in unit for node in chain):
         return False
@@ -133,7 +140,7 @@ def _issue_before(unit: Unit, arrival: fx.Node, graph: fx.Graph) -> bool:
 
 
 def _sources(unit: Unit) -> set[fx.Node]:
-    """``unit`` and everything that it depends on, but inputs of the graph."""
+    """``unit`` and all nodes that it depends on, without inputs of the graph."""
     found: set[fx.Node] = set()
     todo = list(unit)
     while todo:
@@ -145,7 +152,11 @@ def _sources(unit: Unit) -> set[fx.Node]:
 
 
 def _end_before(unit: Unit, place: fx.Node, graph: fx.Graph) -> bool:
-    """Move the waits for ``unit``, and all that depends on them, right before ``place``; unless ``place`` does."""
+    """Move the waits for ``unit``, and all nodes that depend on them, right before ``place``.
+
+    Returns:
+        False, and nothing is moved, if ``place`` depends on them or comes before one of them.
+    """
     tail = set()
     todo: list[fx.Node] = list(_waits(unit))
     while todo:
@@ -166,5 +177,5 @@ def _positions(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def source_hash() -> str:
-    """Changes with this pass, so that graphs which were cached before it did are not used."""
+    """A hash of this file: a graph in a compiler's cache that an older version of this pass has ordered is not used."""
     return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()

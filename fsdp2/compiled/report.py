@@ -1,4 +1,4 @@
-"""`compile_report`: which groups are part of graphs, and what becomes of their unsharded parameters there."""
+"""`compile_report`: which groups are part of graphs, and whether these keep their unsharded parameters for backward."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class CompiledGroup:
     """One group in a `CompileReport`.
 
     Attributes:
-        name: of its module, below the root.
+        name: the name of its module, below the root.
         captured: whether its communication is part of a graph.
-        why: if it is not.
+        why: the reason if it is not.
         gathers_again: whether backward gathers again, so that nothing unsharded is saved for it; None if not captured.
-        because: what decided that.
+        because: the setting that has decided ``gathers_again``.
     """
 
     name: str
@@ -40,10 +40,10 @@ class CompiledGroup:
 
 @dataclass(frozen=True, slots=True)
 class CompileReport:
-    """What `compile_report` returns; ``print`` it.
+    """The result of `compile_report`, to be printed.
 
     Attributes:
-        groups: in the order of ``model.modules()``.
+        groups: one entry for each group, in the order of ``model.modules()``.
     """
 
     groups: tuple[CompiledGroup, ...]
@@ -69,10 +69,10 @@ def compile_report(model: nn.Module) -> CompileReport:
     Every rank may call it; nothing is communicated.
 
     Args:
-        model: sharded, and called once in its compiled form.
+        model: a sharded model that was called once in its compiled form.
 
     Raises:
-        FSDPTypeError: not a module.
+        FSDPTypeError: ``model`` is no module.
         FSDPValueError: nothing in it is sharded.
     """
     model = getattr(model, "_orig_mod", model)

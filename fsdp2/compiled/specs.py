@@ -1,6 +1,6 @@
-"""What a graph needs to know of one group: its plan, and who communicates, all of them constants.
+"""`GroupSpec`: the constants that a graph is built from for one group: its plan, and the ranks that communicate.
 
-Its text is part of the graph, so that whatever is cached for one plan is never taken for another.
+Its text is part of the graph, so that a graph in a cache is never used for another plan.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from fsdp2.core.plan import GroupPlan, Scaling
 from fsdp2.errors import FSDPNotImplementedError
 
 _OPERATIONS = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.AVG: "avg"}
-"""Of functional collectives, by those of the process group."""
+"""The names of operations in functional collectives, by the operations of process groups."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
     """Ranks that communicate: how many they are, and the name of their process group.
 
-    "" if there is nobody else, or if the graph is not to know: see `fsdp2.compiled.exchanges`.
+    The name is "" if there is one rank, or if the graph must not contain it: see `fsdp2.compiled.exchanges`.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Ranks:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None, *, named: bool) -> Ranks:
-        """Those of ``group``."""
+        """The ranks of ``group``."""
         if group is None or group.size() == 1:
             return cls("", 1)
         return cls(group.group_name if named else "", group.size())
@@ -37,17 +37,17 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """One group.
+    """The constants of one group.
 
     Attributes:
         plan: what is gathered and reduced, as the eager runtime does it.
         shard: the ranks that parameters are sharded over.
-        scatter: the same, over the process group that reduces.
-        replicas: the ranks that they are replicated over.
+        scatter: these ranks, with the process group of the reduce-scatter.
+        replicas: the ranks that parameters are replicated over.
         again: whether backward gathers again what forward has gathered.
-        budget: how many bytes may be gathered ahead of what computes; None: one group.
-        by_transport: whether it is exchanged over the transports of the eager runtime, and not by torch's functional
-            collectives, for the two differ.
+        budget: how many bytes may be gathered ahead of the compute; None: one group.
+        by_transport: whether the transports of the eager runtime communicate, since they differ from torch's functional
+            collectives; else these do.
     """
 
     plan: GroupPlan
@@ -60,7 +60,7 @@ class GroupSpec:
 
     @classmethod
     def of(cls, group: FSDPParamGroup, again: bool, budget: int | None) -> GroupSpec:
-        """That of ``group``.
+        """The spec of ``group``.
 
         Raises:
             FSDPNotImplementedError: functional collectives lack an operation that it needs.
@@ -76,7 +76,7 @@ class GroupSpec:
 
 def _is_by_transport(group: FSDPParamGroup) -> bool:
     if group.comm is None or group.comm.device.has_streams:
-        return False  # operators of ours make the host wait
+        return False  # the operators of `exchanges` would make the host wait
     reduces = group.reducer.transport
     return any(each is not None and each.way for each in (group.transport, reduces, reduces.among_replicas))
 
@@ -97,12 +97,12 @@ _SPECS: dict[str, GroupSpec] = {}
 
 
 def text_of(spec: GroupSpec) -> str:
-    """``spec`` as a text that says everything in it, by which `spec_of` finds it."""
+    """A text with everything in ``spec``, by which `spec_of` finds it."""
     text = repr(spec)
     _SPECS[text] = spec
     return text
 
 
 def spec_of(text: str) -> GroupSpec:
-    """The spec that has this text."""
+    """The spec that `text_of` has made this text of."""
     return _SPECS[text]

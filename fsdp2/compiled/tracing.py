@@ -1,6 +1,7 @@
-"""What the hooks of a sharded module do while `torch.compile` traces through them.
+"""The hooks of a sharded module in the form that `torch.compile` traces.
 
-Everything read here was fixed before the trace began (`fsdp2.compiled.entry`): hooks are traced like the user's code.
+Everything that they read was fixed before the trace began (`fsdp2.compiled.entry`), since hooks are traced like the
+user's code.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ class TracedUse:
     """One place in which a parameter is registered.
 
     Attributes:
-        module: which holds it, as ``name``.
-        index: of the parameter in its group.
-        sharded: what is registered there outside of the module's forward.
-        spec: of the unsharded DTensor under tensor parallelism: mesh, placements, shape, stride; else None.
+        module: the module that holds the parameter, as ``name``.
+        index: the index of the parameter in its group.
+        sharded: the parameter that is registered there outside of the module's forward.
+        spec: under tensor parallelism, mesh, placements, shape and stride of the unsharded DTensor; else None.
     """
 
     module: nn.Module
@@ -46,11 +47,11 @@ class TracedGroup:
     """One group, ready to be traced.
 
     Attributes:
-        text: of its `GroupSpec`.
+        text: the text of its `GroupSpec`.
         shards: its shard buffers, without gradients.
-        grad_sinks: where its gradients arrive.
-        handle: by which operators know it; None where the graph has torch's functional collectives.
-        uses: where its parameters are registered.
+        grad_sinks: the inputs at which its gradients arrive.
+        handle: identifies it to our operators; None if the graph has torch's functional collectives.
+        uses: the places where its parameters are registered.
     """
 
     text: str
@@ -61,11 +62,11 @@ class TracedGroup:
 
 
 class TracedState:
-    """Stands in for the hooks of one `FSDPState` inside a graph: gathers before forward, restores after it.
+    """Stands in for the hooks of one `FSDPState` inside a graph: it gathers before forward, and restores after it.
 
     Attributes:
-        groups: what is gathered.
-        policy: for what forward takes and returns.
+        groups: the groups that are gathered.
+        policy: the dtypes of what forward takes and returns.
         escapes: how often the hooks ran outside of a graph in the last compiled call.
     """
 
@@ -98,7 +99,7 @@ class TracedState:
 
     @contextmanager
     def called(self) -> Iterator[None]:
-        """The compiled call of the module: its own hooks are to run in a graph."""
+        """Surrounds the compiled call of the module: if its hooks run eagerly in this block, a graph break is why."""
         self._is_called = True
         try:
             yield
@@ -130,7 +131,7 @@ class TracedState:
 
 
 def _casts(dtype: torch.dtype, tree: Any) -> bool:
-    """Whether a tensor in ``tree`` is to be cast: a constant of the graph, for dtypes are."""
+    """Whether a tensor in ``tree`` must be cast. This is a constant of the graph, since dtypes are."""
     if isinstance(tree, torch.Tensor):
         return tree.is_floating_point() and tree.dtype != dtype
     values: Any = ()
@@ -144,16 +145,17 @@ def _casts(dtype: torch.dtype, tree: Any) -> bool:
 
 
 def _fields_of(tree: Any) -> dict[str, Any]:
-    """Of a dataclass instance; none of a class."""
+    """The fields of a dataclass instance; {} for a class."""
     if isinstance(tree, type):
         return {}
     return {each.name: getattr(tree, each.name) for each in dataclasses.fields(tree) if hasattr(tree, each.name)}
 
 
 def _cast(dtype: torch.dtype, tree: Any) -> Any:
-    """``tree`` with its floating-point tensors in ``dtype``, through containers, which are copies if one is cast.
+    """``tree`` with its floating-point tensors cast to ``dtype``. A container in which a tensor is cast is copied.
 
-    Not `fsdp2.core.trees.cast_floating_point`: Dynamo cannot trace whether a container is another, nor all of `copy`.
+    `fsdp2.core.trees.cast_floating_point` does not serve here: Dynamo traces neither comparisons of containers by
+    identity nor all of `copy`.
     """
     if not _casts(dtype, tree):
         return tree
@@ -169,12 +171,12 @@ def _cast(dtype: torch.dtype, tree: Any) -> Any:
         return type(tree)(**{name: _cast(dtype, value) for name, value in _fields_of(tree).items()})
     made = object.__new__(type(tree))  # a copy, without __init__ (other attributes torch 2.11 cannot trace)
     for name, value in _fields_of(tree).items():
-        object.__setattr__(made, name, _cast(dtype, value))  # of frozen ones as well
+        object.__setattr__(made, name, _cast(dtype, value))  # frozen dataclasses too
     return made
 
 
 class RefusedState:
-    """Stands in for a state that cannot be traced: raises while the graph is made."""
+    """Stands in for the hooks of a state that cannot be traced: it raises while the graph is made."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
@@ -188,8 +190,8 @@ class RefusedState:
         raise FSDPNotImplementedError(self.reason)
 
     def called_eagerly(self, name: str) -> None:
-        """Expected."""
+        """Do nothing: its hooks are expected to run outside of graphs."""
 
     def post_forward(self, output: Any) -> Any:
-        """Never reached."""
+        """Return ``output``. (It is never called, as `pre_forward` raises.)"""
         return output

@@ -1,9 +1,10 @@
 """Unsharding one group inside a graph: an `autograd.Function` over operators that communicate.
 
-They are ours, over the transports of the eager runtime (`fsdp2.compiled.exchanges`); or, where these are torch's own
-collectives, torch's functional ones, which compilers know. Its forward gathers, its backward reduces and scatters; both
-with the layouts of the eager runtime, so that the same numbers travel in the same order. A gather that backward repeats
-is marked for recomputation, so that the partitioner saves shards for backward and no unsharded parameter.
+If the eager runtime uses torch's own collectives, the operators are torch's functional collectives, which compilers
+know; else they are those of `fsdp2.compiled.exchanges`, over the eager runtime's transports. The function's forward
+gathers, its backward reduces and scatters; both use the layouts of the eager runtime, so that the same numbers are sent
+in the same order. A gather that backward repeats is marked for recomputation, so that the partitioner saves shards for
+backward, and no unsharded parameter.
 """
 
 from __future__ import annotations
@@ -27,22 +28,23 @@ from fsdp2.core.sharding import in_shape, place_rows, scatter_rows
 def unshard(
     text: str, handle: torch.Tensor | None, shards: Sequence[torch.Tensor], grad_sinks: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """The unsharded parameters of the group that ``text`` describes, in its order.
+    """Gather the unsharded parameters of the group that ``text`` describes, in its order.
 
-    Called by graphs as one operation that `torch.compile` does not look into; what it does is traced all the same.
+    Dynamo records a call of it as one operation and does not look into it; AOTAutograd traces what it does.
 
     Args:
-        text: of a `GroupSpec`.
-        handle: of its exchanges, if it is ``by_transport``.
-        shards: the shard buffers, one (shard_numel,) for each of its plan's ``gathers``.
-        grad_sinks: where gradients arrive, two for each of its ``reduces``; see `fsdp2.compiled.grad_sinks`.
+        text: the text of a `GroupSpec`.
+        handle: identifies the group's exchanges, if the spec is ``by_transport``.
+        shards: the shard buffers, one (shard_numel,) for each of the plan's ``gathers``.
+        grad_sinks: the inputs at which gradients arrive, two for each of the plan's ``reduces``; see
+            `fsdp2.compiled.grad_sinks`.
     """
     outputs: tuple[torch.Tensor, ...] = _Unshard.apply(text, handle, len(shards), *shards, *grad_sinks)
     return outputs
 
 
 _UNITS = itertools.count()
-"""Numbers of unshardings, by which a graph's nodes can be told apart."""
+"""Numbers for calls of `unshard`, which tell the nodes of a graph apart."""
 
 
 class _Unshard(torch.autograd.Function):
@@ -53,7 +55,7 @@ class _Unshard(torch.autograd.Function):
         spec = spec_of(text)
         ctx.save_for_backward(handle)
         ctx.spec, ctx.count, ctx.unit = spec, count, next(_UNITS)
-        ctx.set_materialize_grads(False)  # a parameter without a gradient has none
+        ctx.set_materialize_grads(False)  # a missing gradient must arrive as None, and not as zeros
         policy = CheckpointPolicy.MUST_RECOMPUTE if spec.again else CheckpointPolicy.MUST_SAVE
         with _torch_compiler.tagged(policy, (ctx.unit, spec.budget)):
             outputs = _gather(spec, handle, tensors[:count])
@@ -71,7 +73,8 @@ class _Unshard(torch.autograd.Function):
             return (None, None, None, *[None] * (len(ctx.needs_input_grad) - 3))
         with _torch_compiler.tagged(CheckpointPolicy.MUST_SAVE, (ctx.unit, spec.budget), backward=True):
             for index, reduce in enumerate(spec.plan.reduces):
-                # Zeros of what has no gradient here, even if that is all in this dtype: other ranks may have some.
+                # A parameter without a gradient sends zeros, even if no parameter of this dtype has one: other ranks
+                # may have gradients, and all must issue the same collectives.
                 mine = [gradients[index] for index in reduce.params]
                 sent = _packed(spec, reduce, mine, reduce.dtype if handle is None else reduce.sent, like)
                 flat = _reduce(spec, reduce, sent) if handle is None else exchanges.reduce(handle, sent, index, reduce)
@@ -83,7 +86,7 @@ class _Unshard(torch.autograd.Function):
 
 
 def _all_gather(input: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """(n,) of every rank as (size, n)."""
+    """Gather (n,) from every rank, as (size, n)."""
     if not ranks.name:
         return input.clone().unsqueeze(0)
     wire = on_the_wire(input)
@@ -102,7 +105,7 @@ def _gather(spec: GroupSpec, handle: torch.Tensor | None, shards: Sequence[torch
 def _gather_by_transport(
     spec: GroupSpec, handle: torch.Tensor, shards: Sequence[torch.Tensor]
 ) -> dict[int, torch.Tensor]:
-    """By index, each as it lies in what was gathered."""
+    """The unsharded parameters by index, as views of the gathered flat tensors."""
     whole: dict[int, torch.Tensor] = {}
     flats = exchanges.gather(handle, shards, spec.plan.gathers)
     for gather, flat in zip(spec.plan.gathers, flats, strict=True):
@@ -112,7 +115,7 @@ def _gather_by_transport(
 
 
 def _gather_functionally(spec: GroupSpec, shards: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """By index."""
+    """The unsharded parameters by index, through functional collectives."""
     whole: dict[int, torch.Tensor] = {}
     staged = _gather_packed(spec, shards)
     for gather, shard, part in zip(spec.plan.gathers, shards, staged, strict=True):
@@ -130,7 +133,7 @@ def _gather_functionally(spec: GroupSpec, shards: Sequence[torch.Tensor]) -> dic
 
 
 def _gather_packed(spec: GroupSpec, shards: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """What is packed in each buffer, (ranks, packed_numel): gathered together."""
+    """The packed parts of the shard buffers, (ranks, packed_numel) each, in one gather; None for an empty part."""
     gathers = spec.plan.gathers
     heads = [
         shard[: each.layout.packed_numel].to(each.param_dtype) for each, shard in zip(gathers, shards, strict=True)
@@ -144,7 +147,7 @@ def _gather_packed(spec: GroupSpec, shards: Sequence[torch.Tensor]) -> list[torc
     for head in heads:
         nbytes = head.numel() * head.element_size()
         part = joined[:, start : start + nbytes]
-        # Bytes of each rank, moved together, so that they can be taken for another dtype.
+        # The bytes of a rank must be contiguous to be viewed in another dtype.
         parts.append(part.contiguous().view(head.dtype) if nbytes else None)
         start += nbytes
     return parts
@@ -160,9 +163,9 @@ def _packed(
     alone: torch.dtype,
     like: torch.Tensor,
 ) -> list[torch.Tensor]:
-    """What is sent, (ranks * n,) each: the packed row of ``reduce.layout``, then what travels ``alone``, as it lies.
+    """The tensors to send, (ranks * n,) each: the packed row of ``reduce.layout``, then gradients that are not packed.
 
-    Zeros are made ``like`` some gradient.
+    ``alone``: the dtype of the latter. ``like``: some gradient, on whose device zeros are made.
     """
     layout, world_size = reduce.layout, spec.shard.size
     dtypes = {gradient.dtype for gradient in gradients if gradient is not None}
@@ -211,7 +214,7 @@ def _reduce(spec: GroupSpec, reduce: ReducePlan, sent: Sequence[torch.Tensor]) -
 
 
 def _reduce_scatter(flat: torch.Tensor, spec: GroupSpec, reduce: ReducePlan) -> torch.Tensor:
-    """(ranks * n,) summed over the ranks and dealt out, and summed over replicas."""
+    """Reduce-scatter ``flat`` (ranks * n,) over the ranks to (n,), and all-reduce that over replicas."""
     scatter_op, replicate_op = operations_of(reduce.scaling)
     if spec.scatter.name:
         flat = _torch_compiler.functional_reduce_scatter(flat, scatter_op, spec.scatter.size, spec.scatter.name)

@@ -1,6 +1,6 @@
 """The all-gather of one group: what is sent, where it arrives, and the copies before and after it.
 
-Owns the send and staging buffers; knows the layout, nothing of phases, streams or process groups.
+This file owns the send and staging buffers. It knows the layout, and nothing of phases, streams or process groups.
 
 ::
 
@@ -39,21 +39,21 @@ from fsdp2.core.sharding import rows_in_place
 from fsdp2.errors import FSDPRuntimeError
 
 CAST_UPLOAD_BYTES = 64 << 20
-"""The most bytes that one copy from the host carries if it casts, too.
+"""How many bytes one copy from the host carries at most, if it casts too.
 
 torch brings such a source to the device as it is, casts it there, and frees that memory: the next piece reuses it. At
 50 GB/s a piece takes 1.3 ms, and its cast 0.05 ms, which is too little to be worth a stream of its own.
 """
 
 Transfer = tuple[torch.Tensor, torch.Tensor]
-"""The (output, input) of one collective on the wire; both one-dimensional and contiguous."""
+"""The (output, input) of one collective on the wire; both are one-dimensional and contiguous."""
 
 
 class Unsharded(Protocol):
-    """What has an unsharded buffer.
+    """The owner of an unsharded buffer, such as `DtypeBuffers`.
 
     Attributes:
-        unsharded: flat.
+        unsharded: the flat buffer.
     """
 
     unsharded: Resizable
@@ -64,9 +64,9 @@ class Source:
     """Shards in one dtype, and the unsharded buffer that they are gathered into.
 
     Attributes:
-        buffers: whose unsharded buffer is filled.
-        shard: flat, this rank's shards.
-        layout: of ``shard`` over the ranks that take part, and of the unsharded buffer.
+        buffers: the owner of the unsharded buffer.
+        shard: (layout.shard_numel,), this rank's shards.
+        layout: where parameters lie in ``shard``, on each rank that takes part, and in the unsharded buffer.
     """
 
     buffers: Unsharded
@@ -75,7 +75,7 @@ class Source:
 
     @property
     def unsharded(self) -> torch.Tensor:
-        """Flat; has memory from `Gather.allocate` or `Gather.copy_out` on."""
+        """The flat unsharded buffer. It has memory from `Gather.allocate` or `Gather.copy_out` on."""
         return self.buffers.unsharded.flat
 
     @property
@@ -85,7 +85,7 @@ class Source:
 
     @property
     def packed_bytes(self) -> int:
-        """What one rank sends of it to the staging buffer."""
+        """How many bytes of it one rank sends to the staging buffer."""
         return self.layout.packed_numel * self.unsharded.element_size()
 
 
@@ -96,7 +96,7 @@ def copies_columns(device: torch.device) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Copies:
-    """Of each of ``sources`` into its destination."""
+    """Copies that one call makes: each of ``sources`` into its destination."""
 
     destinations: list[torch.Tensor]
     sources: list[torch.Tensor]
@@ -104,7 +104,7 @@ class _Copies:
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
-    """What lies in ``staged`` (world_size, bytes), ``widths`` bytes of every rank each, and where it is copied."""
+    """The columns of ``staged`` (world_size, bytes), each ``widths`` bytes wide, and where one call copies them."""
 
     staged: torch.Tensor
     widths: list[int]
@@ -112,10 +112,10 @@ class _Columns:
 
 
 class Gather:
-    """One way of filling a group's unsharded buffers: all buffers, views and copies of it, built once.
+    """One way of filling a group's unsharded buffers. Its buffers, views and copies are built once.
 
     Attributes:
-        members: what the collective carries, packed part first.
+        members: the (output, input) pairs that the collective carries, the packed one first.
     """
 
     def __init__(
@@ -126,14 +126,18 @@ class Gather:
         self._rank = rank
         self._allocate = allocate
         self._device = device
+        # The send buffer has a head and a tail. The head is this rank's row of the packed gather, in which the parts of
+        # several dtypes follow each other. It is needed only if dtypes are joined, cast, or moved from the host: else
+        # the head of the shard buffer is sent as it lies.
         self._packed = [source for source in self._sources if source.layout.packed_numel]
         self._joins = len(self._packed) > 1
         self._heads, head_bytes = self._offsets(self._packed)
         sends_head = self._joins or any(not source.is_sent_as_it_lies for source in self._packed)
         self._copies_head = sends_head or (allocate is not None and bool(self._packed))
+        # The tail holds the direct slots of those sources that must be cast or moved.
         tails = self._tail_sources()
-        # The head of the send buffer is what is packed, then come the direct slots of sources that must be copied.
         self._tails, tail_bytes = self._offsets(tails, tail=True)
+        # A custom all-gather has its input within its output, see `_borrow`: no head is needed.
         own_head = head_bytes if sends_head and allocate is None else 0
         self._head_bytes, self._send_head_bytes = head_bytes, own_head
         self._send = Resizable(torch.empty(own_head + tail_bytes, dtype=torch.uint8, device=device))
@@ -149,7 +153,7 @@ class Gather:
         self._copies_out = _Copies([], [])
         self._columns: _Columns | None = None
         self.members: tuple[Transfer, ...] = ()
-        if allocate is None:
+        if allocate is None:  # else each gather borrows other buffers, and views are built then
             self._bind(self._staging.flat, self._send.flat[:own_head])
 
     @staticmethod
@@ -166,6 +170,7 @@ class Gather:
         members: list[Transfer] = []
         if self._packed:
             members.append(self._packed_member(staging, head))
+        # The copies out: one kernel for all columns, or else one strided copy for each run of like slots.
         staged = staging.view(self._world_size, self._head_bytes)
         if copies_columns(self._device):
             self._columns = self._as_columns(staged)
@@ -183,18 +188,18 @@ class Gather:
 
     def _tail_sources(self) -> list[Source]:
         if self._world_size == 1:
-            return []  # copied to where they belong at once
+            return []  # a single rank copies them straight to the unsharded buffer
         return [source for source in self._sources if not source.is_sent_as_it_lies and _has_direct(source)]
 
     def _packed_member(self, staging: torch.Tensor, head: torch.Tensor) -> Transfer:
-        if not self._copies_head:
+        if not self._copies_head:  # there is one dtype, sent from where it lies
             (source,) = self._packed
             shard = source.shard[: source.layout.packed_numel]
             return on_the_wire(staging.view(shard.dtype)), on_the_wire(shard)
         for source, offset in zip(self._packed, self._heads, strict=True):
             sent = head[offset : offset + source.packed_bytes].view(source.unsharded.dtype)
             self._add_copy_in(source.shard[: source.layout.packed_numel], sent)
-        if self._joins:
+        if self._joins:  # as bytes, for want of a common dtype
             return staging, head
         dtype = self._packed[0].unsharded.dtype
         return on_the_wire(staging.view(dtype)), on_the_wire(head.view(dtype))
@@ -202,6 +207,7 @@ class Gather:
     def _direct_members(self, source: Source, tail_offset: int | None) -> list[Transfer]:
         if not _has_direct(source):
             return []
+        # `shard` begins at element `first` of the shard buffer: at 0, or behind the packed part if it is a copy.
         shard, first = source.shard, 0
         if tail_offset is not None:
             first = source.layout.packed_numel
@@ -215,13 +221,15 @@ class Gather:
                 whole = source.unsharded.narrow(0, slot.unsharded_offset, self._world_size * slot.shard_numel)
                 part = shard.narrow(0, slot.shard_offset - first, slot.shard_numel)
                 if self._world_size == 1 and not source.is_sent_as_it_lies:
+                    # The cast goes to the output at once; a transport of one rank copies nothing onto itself.
                     self._add_copy_in(part, whole)
                     part = whole
                 members.append((on_the_wire(whole), on_the_wire(part)))
         return members
 
     def _add_copy_in(self, shard: torch.Tensor, sent: torch.Tensor) -> None:
-        """(Apart by dtype: up to torch 2.12, one kernel for several of them writes wrong values on CUDA.)"""
+        """Let `copy_in` copy ``shard`` to ``sent``; in pieces if that casts on the way from the host."""
+        # One call for each dtype: up to torch 2.12, one kernel for several dtypes writes wrong values on CUDA.
         copies = self._copies_in.setdefault(sent.dtype, _Copies([], []))
         numel = max(sent.numel(), 1)
         if shard.device != self._device and shard.dtype != sent.dtype:
@@ -230,7 +238,7 @@ class Gather:
         copies.destinations.extend(sent.split(numel))
 
     def _as_columns(self, staged: torch.Tensor) -> _Columns | None:
-        """What is staged, (world_size, bytes), as columns of slots and of gaps; None if some must be rearranged."""
+        """The columns of ``staged`` (world_size, bytes): slots, and gaps between them. None if a slot is rearranged."""
         places: list[tuple[int, torch.Tensor]] = []
         for source, head in zip(self._packed, self._heads, strict=True):
             itemsize, whole = source.unsharded.element_size(), source.unsharded.view(torch.uint8)
@@ -242,6 +250,7 @@ class Gather:
                 start, nbytes = slot.unsharded_offset * itemsize, self._world_size * slot.shard_numel * itemsize
                 column = whole[start : start + nbytes].view(self._world_size, -1)
                 places.append((head + slot.shard_offset * itemsize, column))
+        # The columns must add up to the row, so gaps (of alignment) are columns too: they go to one scratch buffer.
         places.sort(key=lambda place: place[0])
         starts = [*(start for start, _ in places), self._head_bytes]
         ends = [0, *(start + column.shape[1] for start, column in places)]
@@ -255,13 +264,17 @@ class Gather:
         return _Columns(staged, [column.shape[1] for column in columns], columns)
 
     def _add_copy_out(self, unsharded: torch.Tensor, staged: torch.Tensor, slot: Slot) -> None:
-        """From (world_size, ...) rank-major to the slot."""
+        """Let `copy_out` move ``slot`` from ``staged`` (world_size, n) to its place in ``unsharded``."""
         piece = staged[:, slot.shard_offset : slot.shard_offset + slot.shard_numel]
         for copy in rows_in_place(piece, unsharded[slot.unsharded_offset :], slot.partition, slot.rows):
             self._add_copy(*copy)
 
     def _add_copies_out(self, unsharded: torch.Tensor, staged: torch.Tensor, slots: Sequence[Slot]) -> None:
-        """The same for slots that `_moved_as_one`: (world_size, slot, row) to (slot, world_size, row)."""
+        """Let one strided copy move all ``slots``, a run of `_moved_as_one`.
+
+        They lie as (world_size, slot, row) in ``staged``, and as (slot, world_size, row) in ``unsharded``.
+        """
+        # Both views have the dims (rank, slot, element of a row), and differ in their strides.
         first, second = slots[0], slots[1]
         ranks, count, numel = self._world_size, len(slots), first.shard_numel
         strides = (staged.stride(0), second.shard_offset - first.shard_offset, 1)
@@ -270,18 +283,21 @@ class Gather:
         self._add_copy(pieces, unsharded.as_strided((ranks, count, numel), strides, first.unsharded_offset))
 
     def _add_copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
-        if self._device.type == "cpu":
+        if self._device.type == "cpu":  # where a strided copy takes as long as it has elements
             source, destination = view_as_wider_dtype((source, destination))
         self._copies_out.sources.append(source)
         self._copies_out.destinations.append(destination)
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes that the send and the staging buffer have at the moment."""
+        """How many bytes the send and the staging buffer have at the moment."""
         return self._send.storage.nbytes() + self._staging.storage.nbytes()
 
     def allocate(self, arena: Arena = ALLOCATOR) -> None:
-        """Give memory from ``arena`` to what is sent and what is gathered into. On the stream that writes it first."""
+        """Give memory from ``arena`` to the buffers that the collective reads and writes.
+
+        Stream: the one that writes them first must be current.
+        """
         self._has_memory = True
         self._arena = arena
         for buffer in self._temporary:
@@ -296,6 +312,7 @@ class Gather:
         numel = self._head_bytes // dtype.itemsize
         size = (self._world_size * numel,)
         staging = allocate(size, dtype=dtype, device=self._device).view(torch.uint8)
+        # A custom all-gather gathers in place: its input is this rank's row of its output.
         self._bind(staging, staging[self._rank * self._head_bytes : (self._rank + 1) * self._head_bytes])
 
     def _allocate_unsharded(self) -> None:
@@ -305,12 +322,13 @@ class Gather:
     def copy_in(self, version: object = None) -> None:
         """Cast, join or move to the device what cannot be sent as it lies: one copy of each element.
 
-        ``version``: of the shards. What is copied then stays, and is sent again as long as the version is the same.
-        None: it is copied for this gather only. (A custom all-gather borrows its buffers, and keeps nothing; nor is
-        anything kept where there is nobody to send it to.)
+        ``version``: a version of the shards. Their copies are kept, and sent again by gathers that pass the same
+        version. None: they are copied for this gather only. (A custom all-gather keeps none, as it borrows its buffers;
+        a single rank keeps none, as it copies to the unsharded buffer.)
         """
         if not self._copies_in or (version is not None and version == self._sent_version):
             return
+        # If an exception interrupts the copies, nothing must pass for kept.
         self._sent_version = None
         for copies in self._copies_in.values():
             _torch.foreach_copy(copies.destinations, copies.sources, non_blocking=True)
@@ -318,34 +336,35 @@ class Gather:
             self._sent_version = version
 
     def forget(self) -> None:
-        """Keep nothing of what was copied in before."""
+        """Drop copies of shards that were kept for further gathers."""
         self._sent_version = None
-        if not self._has_memory:
+        if not self._has_memory:  # else a gather is under way, which frees it
             self._send.free()
 
     def copy_out(self) -> None:
         """Move packed parameters from the staging buffer to their slots, and free what the gather needed.
 
-        On the stream that gathered, so that freeing needs no wait.
+        Stream: the one that gathered must be current, so that freeing needs no wait.
         """
         if not self._has_direct and self._allocate is None:
-            self._allocate_unsharded()  # not before: while it is in flight, a gather holds its staging buffer only
+            # Not earlier: a gather in flight ahead of its use then holds its staging buffer only.
+            self._allocate_unsharded()
         if self._columns is not None:
-            if self._columns.widths:  # a device's kernel divides by the size of what it is given
+            if self._columns.widths:  # the kernel divides by the size of its input, so it must not be empty
                 _torch.copy_columns(self._columns.staged, self._columns.widths, self._columns.destinations)
         elif self._copies_out.sources:
             _torch.foreach_copy(self._copies_out.destinations, self._copies_out.sources)
         self.free()
 
     def free(self) -> None:
-        """Free the staging buffer, and the send buffer unless what lies there is kept."""
+        """Free the staging buffer, and the send buffer unless copies of shards are kept there."""
         if not self._has_memory:
             return
         self._has_memory = False
         for buffer in self._temporary:
             if buffer is not self._send or self._sent_version is None:
                 buffer.free()
-        if self._allocate is not None:  # what was borrowed goes back with the last view of it
+        if self._allocate is not None:  # borrowed memory goes back to its owner with the last view of it
             self._let_go()
 
     def _let_go(self) -> None:
@@ -354,7 +373,10 @@ class Gather:
 
 
 def _moved_as_one(layout: BufferLayout) -> list[list[Slot]]:
-    """The packed slots as they lie, those together that are equal and equally far from each other in both buffers."""
+    """The packed slots in the order of the staging buffer, in runs that one strided copy moves.
+
+    The slots of a run are of one size, and at equal distances from each other in both buffers.
+    """
     runs: list[list[Slot]] = []
     packed = [slot for slot in layout.carried if not slot.direct and slot.shard_numel]
     for slot in sorted(packed, key=lambda slot: slot.shard_offset):
@@ -370,6 +392,7 @@ def _continues(run: Sequence[Slot], slot: Slot) -> bool:
     arrives_in_order = first.partition.arrives_in_order and slot.partition.arrives_in_order
     if not arrives_in_order or slot.shard_numel != first.shard_numel:
         return False
+    # Any two slots of one size make a run; from the third on their distance must repeat.
     return len(run) == 1 or _distances(last, slot) == _distances(first, run[1])
 
 
@@ -384,9 +407,9 @@ def _has_direct(source: Source) -> bool:
 def gather_between(
     mesh: DataParallelMesh, sources: Sequence[Source], device: torch.device, *, allocate: Allocate | None
 ) -> Gather:
-    """The gather of ``sources`` between the ranks that ``mesh`` shards over; the unsharded buffers have memory.
+    """The gather of ``sources`` between the ranks that ``mesh`` shards over. The unsharded buffers must have memory.
 
-    With ``allocate``, which says where buffers come from, everything travels packed.
+    With ``allocate``, by which a custom all-gather makes its buffers, everything is packed.
     """
     if allocate is not None:
         sources = [Source(each.buffers, each.shard, each.layout.all_packed()) for each in sources]
@@ -395,87 +418,87 @@ def gather_between(
 
 # `GroupStorage`: all memory that the parameters of one group lie on, and the gathers that fill it.
 #
-# Decides how parameters are laid out (by dtype, direct or packed, by an extension of their own); knows nothing of
+# It decides how parameters are laid out (by dtype, direct or packed, by an extension of their own). It knows nothing of
 # phases, modules, streams or process groups' collectives.
 
 
 class PostForwardShards(Protocol):
-    """Where the parameters of a group rest between forward and backward, if on fewer ranks.
+    """The shards of a group between forward and backward, if it reshards to fewer ranks then.
 
     Attributes:
-        mesh: of these ranks.
-        gather: from there to the unsharded buffers; None before `prepare`.
+        mesh: the mesh of these ranks.
+        gather: from these shards to the unsharded buffers; None before `prepare`.
     """
 
     mesh: DataParallelMesh
     gather: Gather | None
 
     def prepare(self, buffers: Sequence[DtypeBuffers], device: torch.device, allocate: Allocate | None) -> None:
-        """Lay out what rests, without memory. The unsharded buffers have memory."""
+        """Lay out these shards, without memory. The unsharded buffers must have memory."""
 
     def let_go(self) -> None:
-        """Forget the buffers, until the next `prepare`. Nothing rests here."""
+        """Forget the buffers until the next `prepare`. No shards are here."""
 
     def gather_with(self, allocate: Allocate | None, device: torch.device) -> None:
-        """Gather so from now on, as `gather_between` says. The unsharded buffers have memory."""
+        """Build the gather anew, with ``allocate`` as in `gather_between`. The unsharded buffers must have memory."""
 
     def take(self) -> None:
-        """Take from the unsharded buffers what is to rest here."""
+        """Copy this rank's shards out of the unsharded buffers."""
 
     def changed(self) -> FSDPParam | None:
-        """A parameter that was written while it rested here, if there is one."""
+        """A parameter of which these shards were written, if there is one."""
 
     def free(self) -> None:
-        """Free what rests here, once it has been gathered."""
+        """Free these shards, once they have been gathered."""
 
 
 RESTS: Port[Callable[[DataParallelMesh, int], PostForwardShards]] = Port(missing("memory.reshard_to_fewer"))
-"""Makes it, of the mesh of the group and the number of ranks. Makes process groups: all ranks call."""
+"""Makes the post-forward shards of a group from its mesh and the number of ranks, by process groups: all ranks call."""
 
 
 class ExtensionGather(Protocol):
-    """The gather of the tensors of a group that gather themselves.
+    """The gather of those parameters of a group that gather themselves, by ``fsdp_pre_all_gather``.
 
     Attributes:
         keeps_memory: whether `free` leaves the unsharded tensors their memory.
-        allocate: where the buffers come from, if these say it.
+        allocate: makes the buffers of a custom all-gather; None: the engine makes them.
     """
 
     keeps_memory: bool
     allocate: Allocate | None
 
     def begin(self) -> list[Transfer]:
-        """What they send, and where it arrives."""
+        """Return the (output, input) pairs to gather."""
 
     def begin_from_rests(self, neighbours: DataParallelMesh) -> list[Transfer]:
-        """The same, of what rests on ``neighbours``."""
+        """Return the (output, input) pairs to gather the post-forward shards among ``neighbours``."""
 
     def finish(self, neighbours: DataParallelMesh | None) -> None:
-        """All has arrived: make the unsharded tensors, and keep what is to rest on ``neighbours``."""
+        """All has arrived: make the unsharded tensors, and keep post-forward shards for ``neighbours``."""
 
     def finish_from_rests(self) -> None:
-        """The same, of what came from there."""
+        """All post-forward shards have arrived: make the unsharded tensors."""
 
     def outdate(self) -> None:
-        """Other values come where earlier ones were."""
+        """Other values come to the same memory: let autograd refuse backwards that have saved earlier ones."""
 
     def free(self) -> None:
-        """The unsharded tensors are used no more."""
+        """Free the unsharded tensors."""
 
     def free_rests(self) -> None:
-        """What rested is used no more."""
+        """Free the post-forward shards."""
 
     def storages(self) -> set[int]:
-        """The identities of what the unsharded tensors lie on."""
+        """The identities of the storages that the unsharded tensors lie on."""
 
 
 GATHERS_ITSELF: Port[Callable[[torch.Tensor], bool]] = Port(is_subclass)
-"""Whether a tensor gathers itself, or lies in no flat buffer. Not asked of a plain one that has no attributes."""
+"""Tells whether a tensor gathers itself, so that it lies in no flat buffer. Plain ones without attributes never do."""
 
 EXTENSION_GATHER: Port[Callable[[Sequence[FSDPParam], DataParallelMesh, Allocate | None], ExtensionGather]] = Port(
     missing("parameters.tensor_extensions")
 )
-"""Makes the gather of such parameters."""
+"""Makes the gather of parameters that gather themselves."""
 
 
 class GroupStorage:
@@ -483,10 +506,10 @@ class GroupStorage:
 
     Attributes:
         offloading: where shards live.
-        allocate: where the buffers of gathers come from, if these say it; everything then travels packed.
-        post_forward: where the parameters rest between forward and backward, if on fewer ranks.
-        caches_shards: whether what was copied to be sent is kept for later gathers.
-        gather: from the shards; None until there are any, prepared.
+        allocate: makes the buffers of a custom all-gather, for which everything is packed; None: the engine makes them.
+        post_forward: the shards between forward and backward, if the group reshards to fewer ranks.
+        caches_shards: whether cast shards are kept for later gathers.
+        gather: the gather from the shards; None until `prepare`.
         gathers_nothing: all unsharded parameters are views of the shards.
         extensions: the gather of those parameters that gather themselves; None if there are none.
     """
@@ -514,7 +537,7 @@ class GroupStorage:
     def lay_out(self) -> None:
         """Move the sharded parameters into one shard buffer per dtype (on meta there is nothing to move).
 
-        Nothing keeps the shard buffers of before alive, although the next gather may be prepared much later.
+        The gather is dropped with them: it would keep the old shard buffers alive until the next `prepare`.
         """
         self._buffers, self.gather = (), None
         if self.post_forward is not None:
@@ -522,7 +545,7 @@ class GroupStorage:
         self._extended = self._find_extended()
         if any([param.local.is_meta for param in self._params]):
             return
-        if self.offloading.is_host:
+        if self.offloading.is_host:  # the others move with their buffer
             for param in self._extended:
                 param.move(self.offloading.device)
         self._buffers = tuple(
@@ -531,6 +554,7 @@ class GroupStorage:
         )
 
     def _by_dtype(self) -> dict[tuple[torch.dtype, torch.dtype], list[FSDPParam]]:
+        # Parameters of one original and one unsharded dtype share buffers, so that casts and copies treat them as one.
         by_dtype: dict[tuple[torch.dtype, torch.dtype], list[FSDPParam]] = {}
         for param in self._params:
             if param not in self._extended:
@@ -539,7 +563,7 @@ class GroupStorage:
 
     @property
     def plans(self) -> tuple[GatherPlan, ...]:
-        """How the parameters are laid out, one plan for each dtype: on meta too, where there are no buffers yet."""
+        """One plan for each pair of original and unsharded dtype. On meta too, where there are no buffers yet."""
         if self._buffers:
             return tuple(buffers.plan for buffers in self._buffers)
         return tuple(self._plan(*dtypes, params) for dtypes, params in self._by_dtype().items())
@@ -548,6 +572,7 @@ class GroupStorage:
         layout = BufferLayout.build(
             [param.sharding.partition for param in params],
             world_size=self._mesh.shard_size,
+            # One layout serves both buffers: offsets that are aligned in the narrower dtype are so in both.
             itemsize=min(dtype.itemsize, param_dtype.itemsize),
             direct_threshold_bytes=direct_threshold_bytes(fuses=self._mesh.fuses),
         )
@@ -585,6 +610,7 @@ class GroupStorage:
         """
         if self._extended != self._find_extended():
             self.lay_out()  # extensions may be given to local tensors until now
+        # Views can only be made of buffers that have memory. At the end all of it is freed.
         mesh = self._mesh
         for buffers in self._buffers:
             buffers.prepare(mesh.device, in_place=is_alone and self.could_lie_in_place(buffers.plan))
@@ -597,14 +623,14 @@ class GroupStorage:
             buffers.unsharded.free()
         self.extensions = EXTENSION_GATHER.filling(self._extended, mesh, self.allocate) if self._extended else None
         for param in self._extended:
-            param.post_forward = None
+            param.post_forward = None  # extensions keep post-forward shards; the sharded parameter is registered
         if self.extensions is not None:
             self.extensions.keeps_memory = self._keeps_memory
         self.gathers_nothing = self.extensions is None and all([buffers.lies_in_place for buffers in self._buffers])
         self._unsharded_storages = frozenset(buffers.unsharded_storage for buffers in self._buffers)
 
     def _make_gather(self) -> Gather:
-        """The gather from the shards; the unsharded buffers have memory."""
+        """The gather from the shards. The unsharded buffers must have memory."""
         sources = [
             Source(buffers, buffers.shard, buffers.layout) for buffers in self._buffers if not buffers.lies_in_place
         ]
@@ -623,10 +649,11 @@ class GroupStorage:
         return any([buffers.lies_in_place for buffers in self._buffers])
 
     def gather_with(self, allocate: Allocate | None) -> None:
-        """Gather so from now on, as `gather_between` says. Unsharded parameters stay: none is being gathered."""
+        """Build the gather anew, with ``allocate`` as in `gather_between`. No gather is under way."""
         self.allocate = allocate
         if self.gather is None:
             return
+        # Buffers without memory get some for the views; unsharded parameters keep what they have.
         empty = [buffers for buffers in self._buffers if not buffers.unsharded.storage.nbytes()]
         for buffers in empty:
             buffers.unsharded.allocate()
@@ -643,11 +670,11 @@ class GroupStorage:
 
     @property
     def gather_from_rests(self) -> Gather | None:
-        """The gather from where the parameters rest after forward."""
+        """The gather from the post-forward shards; None if there are none."""
         return None if self.post_forward is None else self.post_forward.gather
 
     def with_extended(self, members: Sequence[Transfer], *, resumes: bool) -> Sequence[Transfer]:
-        """``members`` of a gather, and what parameters that gather themselves send. ``resumes``: from their rests."""
+        """``members``, and those of parameters that gather themselves. ``resumes``: from post-forward shards."""
         assert self.extensions is not None, "there are some"
         with torch.inference_mode(False), torch.no_grad():  # what they make is used in training as well
             if resumes and self.post_forward is not None:
@@ -664,7 +691,7 @@ class GroupStorage:
                 self.extensions.finish(None if self.post_forward is None else self.post_forward.mesh)
 
     def outdate(self) -> None:
-        """Other values come where earlier ones were: autograd refuses backwards that have saved those."""
+        """Other values come to the same memory: let autograd refuse backwards that have saved earlier ones."""
         for buffers in self._buffers:
             buffers.outdate()
         if self.extensions is not None:
@@ -680,19 +707,19 @@ class GroupStorage:
             self.extensions.free()
 
     def forget_sent(self) -> None:
-        """Copy shards anew in the next gather, whatever is kept."""
+        """Drop cast shards that are kept, so that the next gather casts anew."""
         if self.gather is not None:
             self.gather.forget()
 
     def free_rests(self) -> None:
-        """Free what was kept for a gather in backward; the sharded parameters are all there is then."""
+        """Free the post-forward shards: the next gather is from the shards of all ranks."""
         if self.post_forward is not None:
             self.post_forward.free()
         if self.extensions is not None:
             self.extensions.free_rests()
 
     def keep_memory(self, keep: bool) -> None:
-        """Whether `free` leaves the unsharded parameters their memory."""
+        """Set whether `free` leaves the unsharded parameters their memory."""
         self._keeps_memory = keep
         for buffers in self._buffers:
             buffers.keeps_memory = keep
@@ -708,12 +735,12 @@ class GroupStorage:
 
     @property
     def buffers(self) -> tuple[DtypeBuffers, ...]:
-        """One for each dtype; others after the parameters were laid out anew."""
+        """The buffers, one for each pair of original and unsharded dtype. `lay_out` makes others."""
         return self._buffers
 
     @property
     def unsharded_bytes(self) -> int:
-        """Bytes of the unsharded buffers while they have memory."""
+        """How many bytes the unsharded buffers have while they have memory."""
         return sum(buffers.unsharded_bytes for buffers in self._buffers)
 
     def lies_on_unsharded(self, tensor: torch.Tensor) -> bool:

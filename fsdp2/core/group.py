@@ -133,7 +133,7 @@ class FSDPParamGroup:
 
     @property
     def phase(self) -> ParamPhase:
-        """Where the parameters stand."""
+        """The phase of the parameters."""
         return self._phase
 
     @property

@@ -1,6 +1,7 @@
-"""What modules hold of parameters beside registering them: in lists, dicts and attributes, as views, as shared memory.
+"""Finds parameters that modules hold beside registering them: in lists, dicts and attributes, and as views.
 
-Unless they are registered, or refused, a forward would compute with values of before, and gradients would go nowhere.
+Each such place is registered as well, or refused. Else a forward would compute there with the values from before
+`fully_shard`, and gradients would be lost.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from fsdp2.core.param import FSDPParam, Registration, fsdp_param_of, replacement
 from fsdp2.errors import FSDPValueError
 
 _LONGEST = 1_000
-"""Longer lists and dicts are data."""
+"""Longer lists and dicts are taken for data, and not searched."""
 
 
 class _Place:
-    """A place in a list, a dict or a module's attributes, as a mapping in which one parameter is registered.
+    """A place in a list, a dict or a module's attributes, with the interface of a mapping that registers one parameter.
 
-    The program may write something else there, or take it out: that is left to it.
+    If the program writes something else there, or removes it, this is respected.
     """
 
     __slots__ = ("_holder", "_key", "_parameter")
@@ -43,16 +44,16 @@ class _Place:
         return self._parameter
 
     def get(self, name: str) -> nn.Parameter:
-        """What was registered last."""
+        """The parameter that was registered last."""
         return self._parameter
 
 
 class Outside(NamedTuple):
-    """Where modules keep parameters beside registering them.
+    """The places where modules keep parameters beside registering them.
 
     Attributes:
-        places: of those that are being sharded.
-        of_sharded: of those that another call has sharded.
+        places: the places of each parameter that is being sharded.
+        of_sharded: the places of parameters that another call has sharded.
     """
 
     places: dict[nn.Parameter, list[Registration]]
@@ -62,18 +63,18 @@ class Outside(NamedTuple):
 def registered_outside(
     modules: Iterable[nn.Module], managed: Container[nn.Module], names: Mapping[nn.Parameter, str]
 ) -> Outside:
-    """Where ``modules`` keep parameters of these ``names``, and ``managed`` ones also those that are sharded already.
+    """The places where ``modules`` keep parameters in ``names``, and ``managed`` ones also parameters sharded before.
 
     A plain list, dict (or `OrderedDict`, `defaultdict`) or deque in an attribute, or in another of these, is such a
-    place. What cannot be one (a tuple, a set, a class of the program's) stays as it is, and a warning says so.
+    place. A tuple, a set or a class of the program cannot be written: it stays as it is, and a warning says so.
 
     Args:
-        modules: all of the tree.
-        managed: those of them that no other call has looked into.
-        names: of the parameters that are being sharded.
+        modules: all modules of the tree.
+        managed: the modules that no other call has searched.
+        names: the parameters that are being sharded, with their names.
 
     Raises:
-        FSDPValueError: one keeps a view of a parameter; or two parameters lie in the same memory.
+        FSDPValueError: a module keeps a view of a parameter, or two parameters lie in the same memory.
     """
     lying = _refuse_shared_memory(names)
     found = Outside({}, [])
@@ -134,14 +135,18 @@ _HOLDING = (torch.Tensor, list, tuple, dict, set, frozenset, deque)
 
 
 def _tensors_kept(holder: Any, key: Any, value: Any, seen: set[int]) -> Iterator[tuple[Any, Any, Any]]:
-    """The tensors in ``holder[key]``, each with the container and the key to write it by; or None and what holds it."""
+    """The tensors in ``value``, which is ``holder[key]``, each with its container and its key there.
+
+    If nothing can be written there, the container is None, and its kind takes the place of the key.
+    """
     if isinstance(value, torch.Tensor):
         yield holder, key, value
         return
     if not isinstance(value, _HOLDING) or id(value) in seen or len(value) > _LONGEST:
         return
     seen.add(id(value))
-    kind: Any = next(each for each in _HOLDING if isinstance(value, each))  # a class of the program's reads otherwise
+    # The methods of the built-in class are used: a subclass of the program may iterate otherwise.
+    kind: Any = next(each for each in _HOLDING if isinstance(value, each))
     parts = list(kind.items(value)) if hasattr(kind, "items") else list(enumerate(kind.__iter__(value)))
     for at, part in parts:
         if type(value) in _MUTABLE and holder is not None:
@@ -153,10 +158,10 @@ def _tensors_kept(holder: Any, key: Any, value: Any, seen: set[int]) -> Iterator
 
 
 def _refuse_shared_memory(names: Mapping[nn.Parameter, str]) -> dict[int, str]:
-    """Refuse two parameters that are trained and lie in the same memory, which shards would not.
+    """Refuse two trained parameters that lie in the same memory: their shards would not.
 
     Returns:
-        Which parameter has a storage for itself, by the identity of the storage.
+        For each storage that one parameter has for itself, by identity, the name of the parameter.
     """
     alone: dict[int, str] = {}
     lying: dict[tuple[int, int], str] = {}

@@ -1,4 +1,4 @@
-"""From a `DeviceMesh` to the process groups, ranks and device that a group of parameters communicates over."""
+"""Finds, for a `DeviceMesh`, the process groups, ranks and device that a group of parameters communicates over."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class DataParallelMeshInfo:
     """Which dims of a mesh shard parameters and which replicate them: what `ShardPlacementResult` carries.
 
     Attributes:
-        mesh: the data-parallel mesh, of one or two dims.
+        mesh: the data-parallel mesh, with one or two dims.
         shard_mesh_dim: the dim to shard over, None to replicate only.
         replicate_mesh_dim: the dim to replicate over, None to shard only.
-        dp_mesh_dims: the named dims, if ``mesh`` was taken out of a larger one.
+        dp_mesh_dims: the named dims, if ``mesh`` was taken out of a larger mesh.
         spmd_mesh: that larger mesh.
     """
 
@@ -82,23 +82,23 @@ class HSDPMeshInfo(FSDPMeshInfo, DDPMeshInfo):
 
 
 UNFUSED = frozenset({"nccl2"})
-"""Backends that launch each of several collectives by itself: torch 2.15's new one for NCCL, in its
-`allgather_into_tensor_coalesced` and `reduce_scatter_tensor_coalesced`. (Earlier ones launch one group of NCCL's.)"""
+"""Backends that launch each of several coalesced collectives by itself: torch 2.15's new one for NCCL, in its
+`allgather_into_tensor_coalesced` and `reduce_scatter_tensor_coalesced`. (Earlier backends launch one NCCL group.)"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DataParallelMesh:
-    """Over which ranks a group of parameters is sharded and replicated.
+    """The ranks over which a group of parameters is sharded and replicated.
 
     Attributes:
         device_mesh: the data-parallel dims: (shard,), (replicate, shard) or (replicate,).
-        device: where this process computes.
-        shard_group: of the ranks that hold the shards of one copy; None if there is one shard only, the whole.
+        device: the device that this process computes on.
+        shard_group: the ranks that hold the shards of one replica; None if parameters are not sharded.
         shard_size: how many shards there are.
         shard_rank: which of them this process holds.
-        replicate_group: of the ranks that hold the same shard; None if there is one copy.
-        replicate_size: how many copies there are.
-        dims: the named dims, where the mesh was taken out of a larger one.
+        replicate_group: the ranks that hold the same shard; None if there is one replica.
+        replicate_size: how many replicas there are.
+        dims: the named dims, if the mesh was taken out of a larger mesh.
         spmd_mesh: that larger mesh, which every parameter must be a DTensor on.
     """
 
@@ -114,10 +114,10 @@ class DataParallelMesh:
 
     @classmethod
     def from_info(cls, info: Any) -> DataParallelMesh:
-        """Read a mesh info: ours, or one of torch's own class.
+        """Read a mesh info, of this package or of torch's.
 
         Raises:
-            FSDPValueError: a device type that this process does not have, or other dims than those of the mesh.
+            FSDPValueError: this process has no device of the mesh's type, or the info does not use all mesh dims.
         """
         mesh, shard, replicate = info.mesh, info.shard_mesh_dim, info.replicate_mesh_dim
         used = [dim for dim in (replicate, shard) if dim is not None]
@@ -135,18 +135,18 @@ class DataParallelMesh:
             0 if shard is None else mesh.get_local_rank(shard),
             None if replicate is None else mesh.get_group(replicate),
             1 if replicate is None else mesh.size(replicate),
-            getattr(info, "dp_mesh_dims", None),  # torch 2.11's own have neither
+            getattr(info, "dp_mesh_dims", None),  # infos of torch 2.11 have neither attribute
             getattr(info, "spmd_mesh", None),
         )
 
     @property
     def fuses(self) -> bool:
-        """Whether several collectives over the shards, issued together, are one launch: how packing is decided."""
+        """Whether several collectives over the shards, issued together, are one launch. Packing is decided by it."""
         return self.shard_group is None or _torch.backend_name(self.shard_group, self.device) not in UNFUSED
 
     @property
     def shard_mesh(self) -> DeviceMesh:
-        """The dim that is sharded over, as a mesh of one dim (the only dim, where nothing is sharded)."""
+        """The dim to shard over, as a mesh of one dim. If nothing is sharded, it is the only dim that there is."""
         if self.device_mesh.ndim == 1:
             return self.device_mesh
         names = self.device_mesh.mesh_dim_names
@@ -176,17 +176,17 @@ SHARDED: WeakSet[DeviceMesh] = WeakSet()
 
 
 _OF_MODELS = frozenset({"tp", "tensor", "tensor_parallel", "pp", "pipeline", "pipeline_parallel"})
-"""Names of mesh dims over which ranks have parts of the model, and the same data."""
+"""Common names of mesh dims whose ranks have different parts of the model and the same data."""
 
 
 def mesh_info(mesh: Any, dims: Any = None) -> DataParallelMeshInfo:
-    """How ``mesh`` is used: 1D shards, 2D is (replicate, shard), N-D as ``dims`` says.
+    """How ``mesh`` is used: a 1D mesh shards, a 2D mesh is (replicate, shard), an N-D mesh is used as ``dims`` says.
 
     Several named dims are flattened into one, which makes process groups: then all ranks must call this.
 
     Raises:
-        FSDPTypeError: not a `DeviceMesh`, or ``dims`` is not a `DataParallelMeshDims`.
-        FSDPValueError: a number of dims, or names, that do not fit.
+        FSDPTypeError: ``mesh`` is not a `DeviceMesh`, or ``dims`` is not a `DataParallelMeshDims`.
+        FSDPValueError: the number of dims, or their names, do not fit.
     """
     if not isinstance(mesh, DeviceMesh):
         raise FSDPTypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}; see init_device_mesh().")
@@ -221,9 +221,9 @@ def mesh_info(mesh: Any, dims: Any = None) -> DataParallelMeshInfo:
 
 
 def replicating_info(info: DataParallelMeshInfo) -> DDPMeshInfo:
-    """The ranks of ``info``, all of them copies of one another: two dims become one, which makes process groups.
+    """The mesh info that replicates over all ranks of ``info``. Two dims are flattened into one.
 
-    All ranks must call this.
+    Flattening makes process groups, so all ranks must call this.
     """
     mesh = info.mesh
     if mesh.ndim > 1:
@@ -266,7 +266,7 @@ _SCATTERING: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDi
 
 
 def own_reduce_scatter_group(mesh: DataParallelMesh) -> dist.ProcessGroup | None:
-    """A second process group of the ranks that ``mesh`` shards over, made once: these ranks must call this."""
+    """A second process group of the ranks that ``mesh`` shards over. It is made once, so all of them must call this."""
     if mesh.shard_group is None:
         return None
     if mesh.shard_group not in _SCATTERING:
@@ -275,7 +275,7 @@ def own_reduce_scatter_group(mesh: DataParallelMesh) -> dist.ProcessGroup | None
 
 
 def new_group_like(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Another process group of the ranks of ``group``, which all must call."""
+    """Another process group of the ranks of ``group``. All of them must call this."""
     ranks = dist.get_process_group_ranks(group)
     return cast(dist.ProcessGroup, dist.new_group(ranks, use_local_synchronization=True))  # this rank is one of them
 
@@ -304,10 +304,10 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def make_process_group(caller: str) -> None:
-    """Make the default process group from a launcher's environment, if there is none.
+    """Make the default process group from a launcher's environment, if there is none yet.
 
     Raises:
-        FSDPRuntimeError: nor such an environment.
+        FSDPRuntimeError: there is no launcher's environment either.
     """
     if dist.is_initialized():
         return
@@ -320,7 +320,7 @@ def make_process_group(caller: str) -> None:
 
 
 def default_mesh() -> DeviceMesh:
-    """One dim over all ranks, on the current accelerator if there is one, else on CPU. The same as before, if it lives.
+    """A mesh of one dim over all ranks, on the current accelerator or else on CPU. It is reused while it is alive.
 
     Under a launcher such as ``torchrun`` the default process group is initialized from the environment if the program
     has not done so. Collective over all ranks.
@@ -338,10 +338,12 @@ def default_mesh() -> DeviceMesh:
             return known
     with _torch.unobserved():  # the ranks are real numbers, also while tensors are fake
         mesh = init_device_mesh(device_type, (dist.get_world_size(),))
-    if mesh.get_group() is world:  # else it has a group of its own, which all ranks must make as often
+    # A mesh that has made a process group of its own is not kept: whether it is still alive may differ between ranks,
+    # and all must make the same groups.
+    if mesh.get_group() is world:
         _DEFAULT[device_type] = ref(world), ref(mesh)
     return mesh
 
 
 _DEFAULT: dict[str, tuple[ref[Any], ref[DeviceMesh]]] = {}
-"""By device type: the world that a `default_mesh` was made over last, and the mesh."""
+"""For each device type, the world that the last `default_mesh` was made over, and the mesh."""

@@ -1,6 +1,7 @@
-"""What the modules of a group hold now, compared with what it has registered there. On the hot path.
+"""`FSDPParam`: one parameter in its sharded and unsharded forms. `Registrations`: the places where modules hold them.
 
-Loops run inside ``map``: a group of many parameters costs no Python call for each of them.
+`Registrations` compares what modules hold now with what was registered there. That is on the hot path: its loops run
+inside ``map``, so that a group of many parameters costs no Python call for each of them.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ from fsdp2.core.sharding import (
 from fsdp2.core.traits import carry_attributes_over, carry_over, loses_its_class
 from fsdp2.errors import FSDPRuntimeError
 
-# `WriteCounter`: what the optimizer guard tells groups of writes that version counters may miss.
+# `WriteCounter`: the optimizer guard tells groups by it of writes that version counters may miss.
 
 
 class WriteCounter:
-    """What is seen of writes to the sharded parameters of a `fully_shard` call, beside their version counters.
+    """Counts writes to the sharded parameters of a `fully_shard` call that their version counters may miss.
 
     Attributes:
-        writes: how many steps of optimizers, and replacements, there were.
-        steps: (of the class) how many steps of any optimizers there were, of other parameters too.
-        unwatched: (of the class) whether steps are not seen, or one is under way, of any rank of this process.
+        writes: how many steps of optimizers on these parameters, and replacements, there were.
+        steps: (of the class) how many steps there were of any optimizer, also on other parameters.
+        unwatched: (of the class) whether steps go unnoticed, or one is under way on any rank of this process.
     """
 
     __slots__ = ("writes",)
@@ -54,10 +55,9 @@ class WriteCounter:
         self.writes = 0
 
 
-# Which parameter took the place of which: originals, unsharded and replaced parameters lead to the present ones.
+# Links between parameters: originals, unsharded and replaced parameters lead to those that took their place.
 #
-# Optimizers that were built on a predecessor find the sharded parameter by it. Knows links between parameters, nothing
-# of groups.
+# Optimizers that were built on a predecessor find the sharded parameter by them. This part knows nothing of groups.
 
 
 Target = TypeVar("Target")
@@ -72,7 +72,7 @@ class Link(Generic[Target]):
         self.target = target
 
     def __reduce__(self) -> Any:
-        """Copied and pickled as None."""
+        """Copy and pickle as None."""
         return type(None), ()
 
 
@@ -85,6 +85,7 @@ class _PickledAlone:
         self._alias, self._find = alias, find
 
     def __call__(self, protocol: Any) -> Any:
+        # (While the group is sharded, the memory is freed, and there is nothing to clone.)
         alone = nn.Parameter(self._alias.clone() if self._alias.untyped_storage().nbytes() else self._alias)
         parameter = self._find()
         if parameter is not None:
@@ -94,12 +95,12 @@ class _PickledAlone:
         return alone.__reduce_ex__(protocol)
 
     def __reduce__(self) -> Any:
-        """Copied and pickled as None."""
+        """Copy and pickle as None."""
         return type(None), ()
 
 
 PREDECESSOR_COPIER: Port[Callable[[Callable[[], torch.Tensor | None]], Any] | None] = Port(None)
-"""Makes the ``__deepcopy__`` of a parameter that another has taken the place of, which a function finds."""
+"""Makes the ``__deepcopy__`` of a parameter whose place another has taken, from a function that finds the parameter."""
 
 
 def mark_replaced(
@@ -107,9 +108,9 @@ def mark_replaced(
 ) -> None:
     """Note on ``predecessor`` that ``successor`` takes its place, for an optimizer that was built on it.
 
-    ``find`` finds it while it comes and goes in modules: there must be no weak reference to it then, or it could not be
-    swapped (`torch.utils.swap_tensors`, by which conversions may replace parameters), and no cycle, which would keep
-    its memory. By default a weak reference does.
+    ``find`` returns ``predecessor``, by default through a weak reference. A parameter that is still registered at times
+    needs another way: with a weak reference `torch.utils.swap_tensors`, by which conversions may replace parameters,
+    refuses it; a strong one would be a cycle, which keeps its memory.
     """
     predecessor._fsdp_successor = Link(successor)  # type: ignore[attr-defined]
     if PREDECESSOR_COPIER.filling is not None:
@@ -117,7 +118,7 @@ def mark_replaced(
 
 
 def replacement_of(parameter: torch.Tensor) -> nn.Parameter | None:
-    """The parameter that took the place of ``parameter``: an original, an unsharded or a replaced one."""
+    """The parameter that took the place of ``parameter``, an original, unsharded or replaced one; None if none did."""
     successor: nn.Parameter | None = None
     link: Link[nn.Parameter] | None = getattr(parameter, "_fsdp_successor", None)
     while link is not None:
@@ -127,21 +128,21 @@ def replacement_of(parameter: torch.Tensor) -> nn.Parameter | None:
 
 
 def is_orphan_copy(parameter: torch.Tensor) -> bool:
-    """Whether it is a copy or pickle of a predecessor, of which nothing leads to what took its place."""
-    return getattr(parameter, "_fsdp_successor", parameter) is None
+    """Whether ``parameter`` is a copy or pickle of a predecessor: nothing leads from it to the present parameter."""
+    return getattr(parameter, "_fsdp_successor", parameter) is None  # a `Link` is copied as None
 
 
 # `FSDPParam`: one parameter of a group, from the user's original to its sharded and unsharded forms.
 #
-# Owns the identities: which `nn.Parameter` objects exist, and in which module slots they are registered. Knows nothing
-# of buffers beyond the tensor it is given to lie on. Communicates only where a gradient arrives with other placements
-# than its parameter, as tensor parallelism may leave it: that is redistributed.
+# It owns the identities: which `nn.Parameter` objects exist, and in which module slots they are registered. It knows
+# nothing of buffers beyond the tensor that it is given to lie on. It communicates only where tensor parallelism leaves
+# a gradient with other placements than its parameter: that gradient is redistributed.
 
 
 class _SetattrSlots:
     """Stands in for ``module._parameters`` where the module's class has a ``__setattr__`` of its own.
 
-    `nn.RNNBase` for one keeps a second list of its parameters, which only its ``__setattr__`` updates.
+    `nn.RNNBase`, for example, keeps a second list of its parameters, which only its ``__setattr__`` updates.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -186,25 +187,26 @@ class FSDPParam:
     Attributes:
         fqn: its name below the module that `fully_shard` was called on.
         path: its name below the root, for messages; ``fqn`` until the root is known.
-        group_name: that module's class.
-        uses: the modules that hold it, and under which names.
-        registrations: how to write there; all hold the same object at any time.
+        group_name: the class of that module, for messages.
+        uses: the modules that hold it, each with the parameter's name there.
+        registrations: how to write to these places; all hold the same object at any time.
         sharding: which dim is cut, over which ranks; what the DTensors look like.
         policy: its own mixed precision policy.
-        shape: of the unsharded parameter on this rank: the whole, or its part under tensor parallelism.
+        shape: the shape of the unsharded parameter on this rank, which tensor parallelism may have cut.
         sharded: the `nn.Parameter` over a sharded DTensor, which optimizers and state dicts see. Its identity
             changes only when the user replaces it.
         local: the local tensor of ``sharded`` when it was last looked at, to notice when it is replaced.
         unsharded: the `nn.Parameter` over this parameter's slot of the unsharded buffer (a DTensor under tensor
             parallelism); None before lazy initialization.
-        post_forward: the `nn.Parameter` that is registered while the group is resharded to fewer ranks; None if that
-            is ``sharded``, as of a tensor that gathers itself.
-        requires_grad: what the plan was made for.
+        post_forward: the `nn.Parameter` that is registered while the group is resharded to fewer ranks; None if
+            ``sharded`` is registered then, as for a tensor that gathers itself.
+        requires_grad: whether it is trained, as the engine knows it; the user may freeze any form of it meanwhile.
         grad_dtype: the user's policy for gradients: whether there is one, and the dtype (None: as they arrive).
-        arrived_dtype: where they are reduced as they arrive, the widest dtype that has; None before.
-        group: that holds it.
-        in_full_precision: the policy's ``param_dtype`` does not count, see `GroupSettings`.
-        write_counter: of the group.
+        arrived_dtype: for gradients that are reduced in the dtype in which they arrive, the widest one that has
+            arrived; None before the first.
+        group: the group that holds it.
+        in_full_precision: the policy's ``param_dtype`` is ignored, see `GroupSettings`.
+        write_counter: counts writes for all parameters of the `fully_shard` call.
         identity_changes: (of the class) how many sharded parameters were ever created or replaced.
     """
 
@@ -259,7 +261,7 @@ class FSDPParam:
         write_counter: WriteCounter,
         group_name: str,
     ) -> FSDPParam:
-        """Of a parameter that is sharded already."""
+        """Make it from a parameter that is sharded already."""
         param = cls.__new__(cls)
         param._begin(fqn, uses, sharding, policy, write_counter, group_name)
         param.shape = shape
@@ -296,17 +298,19 @@ class FSDPParam:
         self.register_in([registration(module, name) for module, name in uses])
 
     def register_in(self, places: Sequence[Registration]) -> None:
-        """Register it in further places, which hold its original (or itself)."""
+        """Register the sharded parameter in further places, which hold its original (or itself)."""
         self.registrations += tuple(places)
         for mapping, name in places:
             mapping[name] = self.sharded
 
     def adopt(self, sharded: nn.Parameter) -> None:
         """Take ``sharded`` as the sharded parameter, and register it everywhere."""
+        # Optimizers look for their parameters again when the count has changed. One that was merely frozen or thawed
+        # does not count.
         if sharded is not getattr(self, "sharded", None) or _torch.local_of(sharded) is not self.local:
-            FSDPParam.identity_changes += 1  # else it was frozen or unfrozen, which no optimizer needs to look for
+            FSDPParam.identity_changes += 1
         self.sharded = sharded
-        if sharded.__dict__.pop("_fsdp_successor", None) is not None:  # it comes back, after others had its place
+        if sharded.__dict__.pop("_fsdp_successor", None) is not None:  # it comes back after another had its place
             sharded.__dict__.pop("__deepcopy__", None)
         SHARDED.add(_torch.spec_of(sharded).mesh)
         self.local: torch.Tensor = _torch.local_of(sharded)
@@ -314,18 +318,18 @@ class FSDPParam:
         explicit, dtype = _torch.grad_dtype_policy(sharded)
         if explicit:
             self.grad_dtype = (True, dtype)
-        elif self.grad_dtype[0]:  # of the policy; and conversions make parameters without it
+        elif self.grad_dtype[0]:  # the policy has set it, or a conversion has made a parameter without it
             sharded.grad_dtype = self.grad_dtype[1]
         sharded._fsdp_param = Link(self)  # type: ignore[attr-defined]
         sharded.share_memory_ = refuse_share_memory  # type: ignore[method-assign,assignment]
         for mapping, name in self.registrations:
             mapping[name] = sharded
-        for other in (self.unsharded, self.post_forward):
+        for other in (self.unsharded, self.post_forward):  # all forms are frozen, or all are trained
             if other is not None and other.requires_grad is not self.requires_grad:
                 other.requires_grad_(self.requires_grad)
 
     def adopt_toggled(self) -> None:
-        """Take over whether one of its forms was frozen or thawed, for all of them."""
+        """If one of its forms was frozen or thawed, freeze or thaw all of them."""
         forms = [each for each in (self.sharded, self.unsharded, self.post_forward) if each is not None]
         if any(each.requires_grad is not self.requires_grad for each in forms):
             self.requires_grad = not self.requires_grad
@@ -338,7 +342,7 @@ class FSDPParam:
         return self.sharded if self.post_forward is None else self.post_forward
 
     def rename(self, paths: Mapping[nn.Module, str]) -> None:
-        """Take the ``path`` of the first use that is below a root, whose modules are called as ``paths`` says."""
+        """Set ``path`` to the name below a root of the first use there. ``paths``: the names of the root's modules."""
         for module, name in self.uses:
             if module in paths:
                 self.path = f"{paths[module]}.{name}" if paths[module] else name
@@ -368,7 +372,9 @@ class FSDPParam:
 
     @property
     def default_reduce_dtype(self) -> torch.dtype:
-        """The dtype in which its gradient is reduced if the policy says nothing: a matter of the torch version."""
+        """The dtype in which its gradient is reduced if the policy has no ``reduce_dtype``."""
+        # A `grad_dtype` of the policy counts with every torch. Else this follows the `fully_shard` of the installed
+        # torch, which goes by the parameter's `grad_dtype` from 2.15 on, and by its unsharded dtype before.
         if self.policy.grad_dtype is not None and self.grad_dtype == (True, self.policy.grad_dtype):
             return self.policy.grad_dtype
         if not _torch.reduces_in_grad_dtype:
@@ -395,7 +401,7 @@ class FSDPParam:
     def lie_on(self, local: torch.Tensor) -> None:
         """Move the sharded parameter's values onto ``local`` (its local shape and dtype) and keep it there."""
         with torch.no_grad():
-            if local.device.type != "meta":
+            if local.device.type != "meta":  # which has no values
                 local.copy_(self.local)
         self._lie_under(local)
 
@@ -405,13 +411,14 @@ class FSDPParam:
             self._lie_under(self.local.to(device))
 
     def _lie_under(self, local: torch.Tensor) -> None:
-        """Put ``local`` below the sharded parameter, which is on its device then, as is its gradient.
+        """Make ``local`` the local tensor of the sharded parameter, which moves to its device with its gradient.
 
-        A wrapper keeps the device that it was made with: one that was made elsewhere since (by ``model.to()``, or with
-        the tensors of a state dict) gets another one's.
+        A DTensor keeps the device that it was made on. If that was another one (by ``model.to()``, or with the tensors
+        of a state dict), the parameter is set to a new DTensor, made on the device of ``local``.
         """
         sharded = self.sharded
         if sharded.device != local.device and not local.is_meta:
+            # The gradient is taken off meanwhile: torch refuses one on another device than its parameter's.
             gradient = None if sharded.grad is None else _moved(sharded.grad, local.device)
             sharded.grad = None
             placeholder = torch.empty(0, dtype=local.dtype, device=local.device)
@@ -423,7 +430,7 @@ class FSDPParam:
     def lies_under(self, found: nn.Parameter) -> bool:
         """Whether ``found`` is just another wrapper around the local tensor that the group knows."""
         local = _torch.local_of(found)
-        if is_subclass(local) or is_subclass(self.local):
+        if is_subclass(local) or is_subclass(self.local):  # whose memory has no address of its own
             return found is self.sharded and local is self.local
         return (
             local.data_ptr() == self.local.data_ptr()
@@ -435,7 +442,7 @@ class FSDPParam:
     def take_unsharded(self, alias: torch.Tensor, *, is_extended: bool = False) -> None:
         """Make the unsharded parameter over ``alias``: its slot of the unsharded buffer, or an extension's tensor.
 
-        The backward of one that ``is_extended`` may ask in which dtype the gradient is wanted (from torch 2.15 on).
+        ``is_extended``: an extension has made it, whose backward may ask for its ``grad_dtype`` (from torch 2.15 on).
         """
         spec = self.sharding.unsharded_spec
         if spec is None:
@@ -447,29 +454,30 @@ class FSDPParam:
             unsharded = parameter_at_offset(alias, spec, requires_grad=self.requires_grad)
         if alias.dtype.is_floating_point or alias.dtype.is_complex:
             asks = is_extended and _torch.reduces_in_grad_dtype
-            # None: a gradient of any dtype may lie here; see `accumulation_dtype`
+            # None lets a gradient of any dtype be set here, as gradients in `accumulation_dtype` are.
             unsharded.grad_dtype = self.accumulation_dtype if asks else None
         carry_attributes_over(self.sharded, unsharded)
         if self.unsharded is not None:
+            # Graphs of earlier forwards may hold the former one: a gradient that still arrives there would be lost.
             mark_replaced(self.unsharded, self.sharded)
             if self.unsharded.requires_grad:
                 late = functools.partial(_refuse_outdated_gradient, self.path)
                 self.unsharded.register_post_accumulate_grad_hook(late)
         mark_replaced(unsharded, self.sharded, find=self._finds("unsharded"))
-        if self.unsharded is not None:  # laid out again: what was accumulated without communication stays
+        if self.unsharded is not None:  # gradients that were accumulated without communication move along
             kept, dtype = self.unsharded.grad, self.accumulation_dtype
             unsharded.grad = kept if kept is None or dtype is None else kept.to(dtype)
         self.unsharded = unsharded
 
     def rest_as(self, parameter: nn.Parameter) -> None:
-        """Take ``parameter`` for what is registered while the group is resharded to fewer ranks."""
+        """Let ``parameter`` be what is registered while the group is resharded to fewer ranks."""
         if self.post_forward is not None:
             mark_replaced(self.post_forward, self.sharded)
         mark_replaced(parameter, self.sharded, find=self._finds("post_forward"))
         self.post_forward = parameter
 
     def _finds(self, attribute: str) -> Callable[[], nn.Parameter | None]:
-        """A function that looks up what is ``attribute`` now, and keeps nothing alive."""
+        """A function that looks up ``attribute`` when it is called, and keeps nothing alive."""
         reference = weakref.ref(self)
 
         def find() -> nn.Parameter | None:
@@ -479,9 +487,9 @@ class FSDPParam:
         return find
 
     def pop_grad(self) -> torch.Tensor | None:
-        """Take autograd's gradient off the unsharded parameter: a plain tensor of ``shape``.
+        """Take autograd's gradient off the unsharded parameter, as a plain tensor of ``shape``; None if there is none.
 
-        Under tensor parallelism it is first brought to the parameter's own placements, which may communicate.
+        Under tensor parallelism it is first redistributed to the parameter's own placements, which may communicate.
         """
         unsharded = self.unsharded
         if unsharded is None or unsharded.grad is None:
@@ -500,7 +508,8 @@ class FSDPParam:
                 "with the parameter as a DTensor (parallelize_module does), or take it with to_local()."
             )
         mesh, wanted = self.sharding.mesh, list(spec.placements)
-        if mesh.spmd_mesh is not None and mesh.dims is not None:  # our own reduction handles the data-parallel dims
+        if mesh.spmd_mesh is not None and mesh.dims is not None:
+            # In the data-parallel dims the gradient is left as it is: reducing there is the engine's part.
             names = spec.mesh.mesh_dim_names
             summed = 1
             for name in mesh.dims.shard_names + mesh.dims.replicate_names:
@@ -508,14 +517,14 @@ class FSDPParam:
                 wanted[index] = gradient.placements[index]
                 if isinstance(wanted[index], Replicate):
                     summed *= spec.mesh.size(index)
-            if summed > 1:
+            if summed > 1:  # DTensor may have summed over these ranks, or not: the placement does not tell
                 self._warn_of_sums(summed)
         if tuple(wanted) == tuple(gradient.placements):
             return gradient
         return gradient.redistribute(placements=wanted)
 
     def _warn_of_original(self, original: nn.Parameter) -> None:
-        """What of ``original`` its sharded form will lack."""
+        """Warn of what the sharded form will lack of ``original``."""
         where, name = f"Parameter '{self.path}' of {self.group_name}", type(original).__name__
         if original.requires_grad and loses_its_class(type(original)):
             warnings.warn(
@@ -542,9 +551,12 @@ class FSDPParam:
         )
 
     def shard_of(self, whole: torch.Tensor) -> DTensor:
-        """A copy of this rank's part of ``whole`` (of this parameter's ``shape``, any dtype), as a DTensor like it."""
+        """A copy of this rank's part of ``whole``, as a DTensor that is sharded like this parameter.
+
+        ``whole``: this parameter's ``shape``, or the full one that tensor parallelism has cut; in any dtype.
+        """
         mesh, partition = self.sharding.mesh, self.sharding.partition
-        if tuple(whole.shape) != self.shape:  # the whole of what tensor parallelism has cut
+        if tuple(whole.shape) != self.shape:
             spec = self.sharding.unsharded_spec
             whole = _torch.local_of(distribute_tensor(whole, spec.mesh, spec.placements, src_data_rank=None))
         local = (
@@ -560,6 +572,7 @@ class FSDPParam:
         Raises:
             FSDPRuntimeError: it is not a DTensor parameter that this group can adopt.
         """
+        # The user may have replaced it in one of several places only: that place counts.
         mapping, name = self.registrations[0]
         for other, other_name in self.registrations:
             if other.get(other_name) is not self.sharded:
@@ -605,7 +618,7 @@ def describe(value: object) -> str:
 
 
 def _is_a_part(found: DTensor, spec: Any, local: torch.Tensor) -> bool:
-    """Whether ``found`` is what its placements say: torch may make others of those that it does not know."""
+    """Whether ``found`` is cut as its placements say: torch's DTensor does not know how to cut by those of ours."""
     own = class_of(spec)
     return own is DTensor or (isinstance(found, own) and _torch.local_of(found).shape == local.shape)
 
@@ -613,7 +626,7 @@ def _is_a_part(found: DTensor, spec: Any, local: torch.Tensor) -> bool:
 def _padded_shard(data: torch.Tensor, partition: Partition, world_size: int, rank: int) -> torch.Tensor:
     """`local_shard` for tensor subclasses, in a tensor of its own that has room for as many rows as rank 0's.
 
-    Of the operations that such classes are known to implement: they are those of torch's ``fully_shard``.
+    It uses only operations that torch's ``fully_shard`` uses as well, since such classes implement these.
     """
     dim = partition.dim or 0
     is_chunked = partition.is_chunked(world_size)
@@ -638,7 +651,7 @@ def is_subclass(tensor: torch.Tensor) -> bool:
 
 
 def local_data(parameter: nn.Parameter) -> torch.Tensor:
-    """What this rank holds of an original parameter: all of it, or its part under tensor parallelism."""
+    """The data that this rank has of an original parameter: all of it, or its part under tensor parallelism."""
     data = parameter.detach()
     return _torch.local_of(data) if isinstance(data, DTensor) else data
 
@@ -646,13 +659,13 @@ def local_data(parameter: nn.Parameter) -> torch.Tensor:
 def shard_parameter(original: nn.Parameter, sharding: Sharding, place: torch.device) -> nn.Parameter:
     """The sharded parameter of ``original``: this rank's part of the dim that ``sharding`` cuts, as a DTensor.
 
-    Its local tensor still lies in ``original``'s storage (unless a dim behind the first is cut): the group moves it
-    into its shard buffer. That is at ``place``, which is the parameter's device from the beginning: a wrapper's does
-    not follow what lies below, and torch refuses a gradient on another. (One on meta is replaced when it gets memory.)
-    Hooks and Python attributes set on ``original`` are carried over. No communication: every rank cuts its own part.
+    Its local tensor still lies in ``original``'s storage (unless a dim behind the first is cut), until the group moves
+    it into its shard buffer. That buffer is at ``place``, so the DTensor is made there: its device does not follow its
+    local tensor, and torch refuses a gradient on another device. (One on meta is replaced when it gets memory.) Hooks
+    and Python attributes set on ``original`` are carried over. No communication: every rank cuts its own part.
     """
     data, mesh, partition = local_data(original), sharding.mesh, sharding.partition
-    # A wrapper's own storage is null. Made from a local tensor with an offset, it could not be saved.
+    # A DTensor's own storage is null. It is made from an empty tensor, since with an offset it could not be saved.
     placeholder = torch.empty(0, dtype=data.dtype, device=data.device if data.is_meta else place)
     sharded = nn.Parameter(dtensor_over(placeholder, sharding.spec), requires_grad=original.requires_grad)
     if is_subclass(data):
@@ -660,6 +673,8 @@ def shard_parameter(original: nn.Parameter, sharding: Sharding, place: torch.dev
         local = _padded_shard(data, partition, mesh.shard_size, mesh.shard_rank)
     else:
         local = local_shard(data, partition, partition.rows(mesh.shard_size), mesh.shard_rank)
+        # The part is dense, with its dims in the memory order of the parameter (channels_last, say): it lies so in the
+        # shard buffer.
         stride = partition.stride(local.shape)
         if local.stride() != stride:
             local = torch.empty_strided(local.shape, stride, dtype=local.dtype, device=local.device).copy_(local)
@@ -672,9 +687,11 @@ def shard_parameter(original: nn.Parameter, sharding: Sharding, place: torch.dev
 def fsdp_param_of(parameter: torch.Tensor) -> FSDPParam | None:
     """The `FSDPParam` whose sharded parameter ``parameter`` is, if any."""
     link: Link[FSDPParam] | None = getattr(parameter, "_fsdp_param", None)
+    # A parameter that was replaced keeps its link, and is no sharded parameter any more.
     return link.target if link is not None and link.target.sharded is parameter else None
 
 
+# Getters that `map` calls without a Python frame.
 _SHARDED: Callable[[FSDPParam], Any] = attrgetter("sharded")
 _UNSHARDED: Callable[[FSDPParam], Any] = attrgetter("unsharded")
 _RESTING: Callable[[FSDPParam], Any] = attrgetter("resting")
@@ -686,7 +703,7 @@ class Registrations:
     """The places in which a group's parameters are registered.
 
     Attributes:
-        places: a mapping of registered parameters, the name in it, and whose parameter belongs there.
+        places: for each of them, a mapping of registered parameters, the name in it, and the `FSDPParam`.
     """
 
     __slots__ = ("_mappings", "_names", "_params", "_require_grad", "_sharded", "places")
@@ -698,41 +715,42 @@ class Registrations:
         self.expect_replaced()
 
     def expect_replaced(self) -> None:
-        """Others have taken the place of sharded parameters since this was made."""
+        """Expect the present sharded parameters from now on, as they are frozen or trained."""
         self._sharded = tuple(map(_SHARDED, self._params))
         self._require_grad = list(map(_REQUIRES_GRAD, self._params))
 
     def hold_sharded(self) -> bool:
-        """Whether the modules hold the sharded parameters, as they were when the plan was made."""
+        """Whether the modules hold the sharded parameters, neither frozen nor unfrozen, on their local tensors."""
         sharded = self._sharded
         with _torch.plain_attributes():
             held = self._hold(sharded)
+        # A conversion may keep a parameter and change the local tensor in it.
         return held and all(map(is_, map(_torch.local_of, sharded), map(_LOCAL, self._params)))
 
     def hold_post_forward(self) -> bool:
-        """Whether they hold what was registered after forward, neither frozen nor unfrozen."""
+        """Whether the modules hold what `register_post_forward` has registered, neither frozen nor unfrozen."""
         return self._hold(map(_RESTING, self._params))
 
     def hold_unsharded(self) -> bool:
-        """Whether they hold the unsharded parameters, neither frozen nor unfrozen."""
+        """Whether the modules hold the unsharded parameters, neither frozen nor unfrozen."""
         return self._hold(map(_UNSHARDED, self._params))
 
     def _hold(self, expected: Iterable[Any]) -> bool:
-        """Whether they hold what is ``expected``, neither frozen nor unfrozen."""
+        """Whether the modules hold what is ``expected``, neither frozen nor unfrozen."""
         try:
             found = list(map(getitem, self._mappings, self._names))
-        except KeyError:
+        except KeyError:  # one was removed
             return False
         return all(map(is_, found, expected)) and list(map(_REQUIRES_GRAD, found)) == self._require_grad
 
     def are_toggled(self) -> bool:
-        """Whether parameters, in either form, were frozen or unfrozen since the plan was made."""
+        """Whether parameters, sharded or unsharded, were frozen or unfrozen since `expect_replaced`."""
         known, params = self._require_grad, self._params
         is_toggled = list(map(_REQUIRES_GRAD, map(_UNSHARDED, params))) != known
         return is_toggled or list(map(_REQUIRES_GRAD, map(_SHARDED, params))) != known
 
     def were_changed(self) -> bool:
-        """Whether sharded parameters, which the modules held, were replaced, removed, frozen or thawed since."""
+        """Whether the modules hold other parameters than the sharded ones, or these were frozen or thawed."""
         try:
             held = [*map(getitem, self._mappings, self._names)]
         except KeyError:
@@ -745,13 +763,13 @@ class Registrations:
             mapping[name] = sharded
 
     def restore_sharded(self, *, by_user: bool = False, keeps: bool = False) -> FSDPParam | None:
-        """The same, whatever they hold. Frozen and unfrozen parameters stay so.
+        """Let the modules hold the sharded parameters, whatever they hold now. Frozen and unfrozen ones stay so.
 
-        ``by_user``, who unsharded them, and may have registered others over their memory: nothing is lost with those.
-        ``keeps``: what the user has put in the place of sharded ones stays there.
+        ``by_user``: the user has unsharded them, and may have registered other parameters over their memory, with which
+        nothing is lost. ``keeps``: what the user has put in the place of sharded ones stays there.
 
         Returns:
-            A parameter that they held something else for, which is lost, if there is one.
+            A parameter in whose place they held something that is lost now; None if there is none.
         """
         replaced: FSDPParam | None = None
         for mapping, name, param in self.places:
@@ -775,16 +793,16 @@ class Registrations:
             mapping[name] = param.unsharded
 
     def register_post_forward(self) -> None:
-        """Let the modules hold what the parameters rest as after forward."""
+        """Let the modules hold the post-forward parameters, on fewer ranks."""
         for mapping, name, param in self.places:
             mapping[name] = param.resting
 
 
 def _is_another_view(found: torch.Tensor, param: FSDPParam, *, may_train: bool) -> bool:
-    """Whether ``found`` is another parameter over the very memory of ``param``, and was not written.
+    """Whether ``found`` is another parameter over the memory of the unsharded ``param``: nothing is lost with it then.
 
-    As quantized layers register in forward, which need a class of their own: frozen ones. Nothing is lost with it; with
-    one that trains, the gradient of that forward would be.
+    Quantized layers register such parameters in forward, since they need a class of their own: frozen ones. With one
+    that is trained, the gradient of that forward would be lost, so it counts only if it ``may_train`` and has none.
     """
     unsharded = param.unsharded
     if unsharded is None or found.requires_grad is not param.requires_grad or isinstance(found, DTensor):
@@ -798,14 +816,16 @@ def _is_another_view(found: torch.Tensor, param: FSDPParam, *, may_train: bool) 
         _torch.storage_of(found) == _torch.storage_of(whole)
         and found.data_ptr() == whole.data_ptr()
         and found.nbytes == whole.nbytes
-        and (_torch.version_of(found) == 0 or _torch.share_version(found, whole))  # whose writes are seen elsewhere
+        # It was not written; or shares the version counter, on which `DtypeBuffers.changed` sees the write.
+        and (_torch.version_of(found) == 0 or _torch.share_version(found, whole))
     )
 
 
 def _retire(found: nn.Parameter, param: FSDPParam) -> None:
-    """``found``, which trains, had the place of the unsharded ``param``, and has it no more.
+    """Note that ``found``, which is trained, had the place of the unsharded ``param``, and has it no more.
 
-    Optimizers that hold it find the sharded parameter. A graph that was built on it may still be differentiated.
+    Optimizers that hold it find the sharded parameter. A graph that was built on it may still be differentiated: then
+    its gradient is refused.
     """
     if replacement_of(found) is None:
         mark_replaced(found, param.sharded)

@@ -1,7 +1,7 @@
-"""Where this process is, by name: which pass runs, what an exchange is of, and which one is waited for.
+"""Where this process is: which pass runs, what the collectives are labelled with, and which one is waited for.
 
-Nothing is decided by it, but whether an exchange goes on: ranks compare the `Label`s of what they exchange, and a
-watchdog that finds that ranks can never meet says so in ``PLACE.stopped``, which every exchange looks at.
+This decides only whether a collective goes on. Ranks compare the `Label`s of their collectives; a watchdog that finds
+that ranks wait for different ones says so in ``PLACE.stopped``, and every collective looks at that first.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from fsdp2.core.plan import fingerprint
 from fsdp2.errors import FSDPRuntimeError
 
 _BITS = 30
-"""Of a label in a message's tag."""
+"""How many bits of a label fit into the tag of a message."""
 
 
 class Label:
-    """What an exchange is of. The same object for the same text, in one process.
+    """The name of a collective. In one process, equal names are one object.
 
     Attributes:
-        text: for messages.
-        bits: 30 bits of a fingerprint, which nothing but the text and the detail decide: ranks may have others besides.
+        text: the name, for messages.
+        bits: 30 bits of a fingerprint of text and detail, and of nothing else: ranks may know different sets of labels.
     """
 
     __slots__ = ("__weakref__", "bits", "text")
@@ -36,13 +36,13 @@ class Label:
 
 
 _LABELS: dict[str, Label] = {}
-"""Without a detail: as many as a program has modules."""
+"""Labels without a detail. They are kept: a program has no more of them than modules."""
 _DETAILED: WeakValueDictionary[tuple[str, str], Label] = WeakValueDictionary()
-"""With one, which may be another in each step (scales): for as long as somebody has them."""
+"""Labels with a detail. They are kept weakly, as details (scales) may change in every step."""
 
 
 def label(text: str, detail: str = "") -> Label:
-    """The label of ``text``; of another ``detail`` (sizes, dtypes) it is another one, under the same text."""
+    """The label with this ``text``. Labels of different ``detail`` (sizes, dtypes) differ, and show the same text."""
     known = _DETAILED.get((text, detail)) if detail else _LABELS.get(text)
     if known is None:
         known = Label(text, fingerprint(f"{text}\0{detail}") % (1 << _BITS))
@@ -57,28 +57,28 @@ UNNAMED = label("an exchange")
 
 
 def _with_details() -> list[Label]:
-    """Also where another thread adds one meanwhile."""
+    """The labels with a detail that are alive. It is safe to call while another thread adds one."""
     return [each for reference in _DETAILED.valuerefs() if (each := reference()) is not None]
 
 
 def label_of_bits(bits: int) -> str:
-    """The text of the label that has them, in this process; "" if none has."""
+    """The text of the label with these ``bits`` in this process; "" if there is none."""
     return next((each.text for each in (*list(_LABELS.values()), *_with_details()) if each.bits == bits), "")
 
 
 class Place:
-    """Where the thread that trains is.
+    """Where the training thread is.
 
     Attributes:
-        step: forwards of roots that have begun.
-        phase: which pass runs, or ran last.
-        waiting: what it waits for: an object with a ``label``; None if it does not.
-        failure: which pass an exception had left before, until one has ended well; "" if none.
-        stopped: why nothing may be exchanged any more until it has been raised; "" if something may.
-        restarts: how often that was raised: on all ranks, so that they start anew together.
-        tells: other ranks are to be told if an exception leaves this one's step.
-        left: which pass one has left so; "" if none.
-        thread: the number of the thread that trains; None before it does.
+        step: how many forwards of roots have begun.
+        phase: the pass that is running, or that ran last.
+        waiting: the communication that the thread waits for, an object with a ``label``; None if it does not wait.
+        failure: the pass that an exception left, until another one has ended well; "" if there is none.
+        stopped: the message of an error that the next collective raises on every rank; "" if there is none.
+        restarts: how often `stopped` was raised. Ranks raise it together, so that they start anew together.
+        tells: other ranks must be told if an exception leaves the step on this rank.
+        left: the pass that such an exception has left; "" if there is none.
+        thread: the identifier of the training thread; None before the first forward.
     """
 
     __slots__ = ("failure", "left", "phase", "restarts", "step", "stopped", "tells", "thread", "waiting")
@@ -95,7 +95,7 @@ class Place:
         self.thread: int | None = None
 
     def restart(self) -> None:
-        """All ranks leave the step that they are in."""
+        """Note that all ranks leave the step that they are in."""
         for action in RESTARTED:
             action()
         self.stopped = self.left = ""
@@ -107,14 +107,14 @@ RESTARTED: list[Callable[[], None]] = []
 """A port: called by `Place.restart`."""
 
 FAILED: list[Callable[[], None]] = []
-"""A port: called when a wait for other ranks has failed; what knows why says so in `Place.stopped`."""
+"""A port: called when a wait for other ranks has failed. A function that knows why says so in `Place.stopped`."""
 
 PLACE = Place()
-"""The only one."""
+"""The place of this process."""
 
 
 def raise_stopped() -> NoReturn:
-    """Raise what `Place.stopped` says, and start anew.
+    """Raise the error that `Place.stopped` holds, and start anew.
 
     Raises:
         FSDPRuntimeError: always.
@@ -125,10 +125,10 @@ def raise_stopped() -> NoReturn:
 
 
 def raise_if_stopped() -> None:
-    """A wait for other ranks has failed: raise what they are going to raise, if they are.
+    """A wait for other ranks has failed. If `Place.stopped` holds an error for all ranks, raise it here too.
 
     Raises:
-        FSDPRuntimeError: they are.
+        FSDPRuntimeError: there is such an error.
     """
     if not PLACE.stopped:
         for action in FAILED:
@@ -138,13 +138,13 @@ def raise_if_stopped() -> None:
 
 
 class Record(NamedTuple):
-    """One exchange that was begun.
+    """One collective that was begun.
 
     Attributes:
-        number: over its process group.
-        label: what it is of.
-        step: `Place.step` then.
-        phase: `Place.phase` then.
+        number: its number among the collectives of its process group.
+        label: its name.
+        step: `Place.step` when it was begun.
+        phase: `Place.phase` when it was begun.
     """
 
     number: int
@@ -154,23 +154,23 @@ class Record(NamedTuple):
 
 
 RECORDED = 200
-"""Exchanges of a group that are remembered."""
+"""How many collectives of a process group are remembered."""
 
 _COMPARED = 1024
-"""Exchanges that ranks can compare one by one."""
+"""How many collectives ranks can compare one by one."""
 
 _MARKED = 32
-"""After so many each the digest is remembered, of so many times."""
+"""How many collectives lie between two notes of the digest; as many notes are kept."""
 
 
 class Order:
-    """The collectives over one process group that carry no name; ranks can compare afterwards what they have begun.
+    """The collectives over a process group whose messages carry no label. Ranks compare afterwards what they began.
 
     Attributes:
-        begun: how many.
-        digest: of the labels of all of them, in their order.
-        recent: the last ones; to copy them is one step, which no other thread comes into.
-        marks: how many there had been, and the digest then, now and then.
+        begun: how many collectives were begun.
+        digest: a hash of their labels, in their order.
+        recent: the last ones. Another thread can copy them in one atomic operation.
+        marks: pairs of ``begun`` and ``digest``, noted at intervals.
     """
 
     __slots__ = ("begun", "digest", "marks", "recent")
@@ -181,10 +181,10 @@ class Order:
         self.marks: deque[tuple[int, int]] = deque(maxlen=_MARKED)
 
     def begin(self, what: Label) -> None:
-        """One of ``what`` begins.
+        """A collective with the label ``what`` begins.
 
         Raises:
-            FSDPRuntimeError: nothing may be exchanged, see `Place.stopped`.
+            FSDPRuntimeError: all ranks raise the error in `Place.stopped`.
         """
         if PLACE.stopped:
             raise_stopped()
@@ -196,18 +196,18 @@ class Order:
             self.marks.append((begun, self.digest))
 
     def restart(self) -> None:
-        """Ranks count anew."""
+        """Count from zero again, as all ranks do."""
         self.begun = self.digest = 0
         self.recent.clear()
         self.marks.clear()
 
 
 ORDERS: WeakKeyDictionary[dist.ProcessGroup, Order] = WeakKeyDictionary()
-"""By process group."""
+"""The `Order` of each process group."""
 
 
 def order_over(group: dist.ProcessGroup) -> Order:
-    """That of ``group``."""
+    """The `Order` of ``group``."""
     found = ORDERS.get(group)
     if found is None:
         found = ORDERS[group] = Order()

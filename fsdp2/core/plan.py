@@ -1,8 +1,8 @@
-"""The frozen result of lazy initialization: what every group holds, and how each parameter and gradient travels.
+"""The frozen result of lazy initialization: what every group holds, and how each parameter and gradient is sent.
 
-Buffers and buckets are built from their parts of a plan; ranks compare it, for two that would issue different
-collectives have different plans; graphs of `torch.compile` are made of it, and known by its text. Nothing in a plan
-depends on the rank, nor on what the group's module is called: equal blocks have equal plans.
+Buffers and buckets are built from their parts of a plan. Ranks compare plans, since ranks that would issue different
+collectives have different plans. Graphs of `torch.compile` are built from it, and identified by its text. Nothing in a
+plan depends on the rank, nor on the name of the group's module: equal blocks have equal plans.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from fsdp2.core.layout import BufferLayout, GradientLayout
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """How a mean comes about: by the collectives' own operations, and by divisions before and after them.
+    """How gradients are averaged: by the collectives' own operations, and by divisions before and after them.
 
     Attributes:
-        before: divides what the reduce-scatter sends.
-        scatter_op: of the reduce-scatter.
-        replicate_op: of the all-reduce over replicas.
+        before: divides the input of the reduce-scatter.
+        scatter_op: the operation of the reduce-scatter.
+        replicate_op: the operation of the all-reduce over replicas.
         after: divides the result.
-        factor: by which ``scatter_op`` itself divides.
+        factor: ``scatter_op`` itself divides by it.
     """
 
     before: float
@@ -51,8 +51,8 @@ class Scaling:
     ) -> Scaling:
         """The mean over all ranks, or the sum divided by ``factor``.
 
-        In dtypes of small range the division is shared out before and after the sum, so that neither overflows nor
-        underflows. ``premultiplies``: the backend has an operation that scales and sums.
+        In dtypes of small range a part of the division comes before the sum and the rest after it, so that neither
+        overflows nor underflows. ``premultiplies``: the backend has an operation that scales and sums.
         """
         total, mean = dist.ReduceOp.SUM, dist.ReduceOp.AVG
         is_narrow = dtype not in (torch.float64, torch.float32, torch.bfloat16)
@@ -62,7 +62,7 @@ class Scaling:
                 return cls(1.0, op, op, 1.0)
             if factor == world_size and world_size > 1:
                 return cls(1.0, mean, total, 1.0)
-            # (NCCL is given the factor as a float whatever the dtype, of which it would read half for a bfloat16.)
+            # (torch passes NCCL the factor as a float; with bfloat16 data, NCCL would read two of its four bytes.)
             if premultiplies and world_size > 1 and factor != 1 and dtype is not torch.bfloat16:
                 return cls(1.0, _torch.premultiplied_sum(1 / factor), total, 1.0, factor)
         divisor = float(world_size * replicate_size) if factor is None else float(factor)
@@ -70,7 +70,7 @@ class Scaling:
         return cls(before, total, total, divisor / before)
 
     def rest_after(self, done: Scaling, world_size: int, replicate_size: int) -> Scaling:
-        """What is left of this one where collectives have reduced as ``done`` says, which may be another."""
+        """The scaling that is left to apply if the collectives have scaled by ``done``, which may be another one."""
         if done == self:
             return self
         sums = dist.ReduceOp.SUM
@@ -78,14 +78,14 @@ class Scaling:
         return Scaling(before, sums, sums, wanted * self.after / before)
 
     def _divided_by_collectives(self, world_size: int, replicate_size: int) -> float:
-        """By how much the sum is divided when it arrives."""
+        """The number by which the sum is divided when it arrives, before `after` divides it."""
         divisor = self.before * self.factor
         for op, size in ((self.scatter_op, world_size), (self.replicate_op, replicate_size)):
             divisor *= size if op == dist.ReduceOp.AVG else 1
         return divisor
 
     def of_any_backend(self) -> Scaling:
-        """The same mean, without an operation that scales by a factor."""
+        """A scaling to the same mean by sums and averages alone, which every backend has."""
         plain = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
         if self.scatter_op in plain:
             return self
@@ -94,7 +94,7 @@ class Scaling:
 
 @dataclass(frozen=True, slots=True)
 class ParamPlan:
-    """One parameter: its name below the group's module, and what is fixed about it."""
+    """One parameter: its name below the group's module, its shape, and whether it is trained."""
 
     fqn: str
     shape: tuple[int, ...]
@@ -106,10 +106,10 @@ class GatherPlan:
     """The parameters of one original and one unsharded dtype in a group, and where they lie.
 
     Attributes:
-        dtype: of the shards.
-        param_dtype: of the unsharded parameters.
-        params: their indices in the group.
-        layout: of the shard buffer and of the unsharded buffer.
+        dtype: the dtype of the shards.
+        param_dtype: the dtype of the unsharded parameters.
+        params: the indices of the parameters in the group.
+        layout: where they lie in the shard buffer and in the unsharded buffer.
     """
 
     dtype: torch.dtype
@@ -120,15 +120,16 @@ class GatherPlan:
 
 @dataclass(frozen=True, slots=True)
 class ReducePlan:
-    """The gradients of a group that are reduced in one dtype, and how they travel.
+    """The gradients of a group that are reduced in one dtype, and how they are sent.
 
     Attributes:
-        dtype: in which they are reduced.
-        sent: in which those that travel alone do, unless they have added up; ``dtype`` holds it exactly.
-        params: indices of the parameters in the group.
-        layout: of the reduce-scatter.
-        scaling: how the mean comes about, by operations that every backend has.
-        presence: what says, instead of zero, that a parameter has a gradient on this rank.
+        dtype: the dtype that they are reduced in.
+        sent: the dtype in which gradients are sent that are not packed, unless they were accumulated before; ``dtype``
+            represents its values exactly.
+        params: the indices of the parameters in the group.
+        layout: the layout of the reduce-scatter.
+        scaling: how they are averaged, by operations that every backend has.
+        presence: the value in the grad mask of a parameter that has a gradient on this rank; without one it is zero.
     """
 
     dtype: torch.dtype
@@ -141,14 +142,14 @@ class ReducePlan:
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """One group.
+    """The plan of one group.
 
     Attributes:
-        ranks: over how many it is sharded and replicated, and how they exchange.
-        params: in the order of the group.
-        gathers: one for each shard buffer.
-        reduces: one for each dtype of reduction.
-        extended: indices of the parameters that gather themselves.
+        ranks: a text: how many ranks it is sharded and replicated over, and how they communicate.
+        params: its parameters, in the order of the group.
+        gathers: one plan for each shard buffer.
+        reduces: one plan for each dtype that gradients are reduced in.
+        extended: the indices of the parameters that gather themselves.
     """
 
     ranks: str
@@ -180,20 +181,20 @@ class GroupPlan:
 
 
 def indices_of(params: Sequence[object], chosen: Sequence[object]) -> tuple[int, ...]:
-    """Where ``chosen`` are in ``params``."""
+    """The indices of ``chosen`` in ``params``."""
     index = {id(param): position for position, param in enumerate(params)}
     return tuple(index[id(param)] for param in chosen)
 
 
 def fingerprint(description: str) -> int:
-    """63 bits that agree exactly if the descriptions do."""
+    """A 63-bit hash of ``description``. Different texts practically never have the same one."""
     return int.from_bytes(hashlib.sha256(description.encode()).digest()[:8], "big") >> 1
 
 
 class Waiting:
-    """Where gradients wait that backwards have computed and that are in no ``.grad`` yet; set when these issue them.
+    """Where gradients wait that were computed and are in no ``.grad`` yet. It is set when a backward issues the work.
 
-    Bits of an int, several of which may be set: `enum.Flag` calls Python functions wherever it is asked.
+    These are bits of an int, of which several may be set. (`enum.Flag` would call Python functions on each use.)
 
     Attributes:
         NOWHERE: there are none.

@@ -1,7 +1,7 @@
 """`Port`: a place in the engine that one feature fills when it is imported.
 
-Ports lie beside what reads them: mostly when a group is laid out or a call is made. What a step calls of a feature is
-bound by then (`Accumulation`, `Pack`, a transport). The core's README lists them.
+A port stands beside the code that reads it, mostly when a group is laid out or a call is made. What a step calls of a
+feature is bound by then (`Accumulation`, `Pack`, a transport). The core's README lists all ports.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 
 class Port(Generic[T]):
-    """What a feature puts in place of what is there without it.
+    """Holds what a feature has put there, or a default.
 
     Attributes:
-        filling: either of them.
+        filling: the feature's object, or the default if there is no feature.
     """
 
     __slots__ = ("filling",)
@@ -27,12 +27,15 @@ class Port(Generic[T]):
         self.filling = without
 
     def fill(self, filling: T) -> None:
-        """Put ``filling`` there. Once, when the feature is imported."""
+        """Put ``filling`` there. The feature calls this once, when it is imported."""
         self.filling = filling
 
 
 def missing(feature: str) -> Callable[..., Any]:
-    """What fills a port whose use makes no sense without the ``feature``, a module: it refuses."""
+    """The default of a port that means nothing without ``feature``, a module's name: a function that refuses.
+
+    The function raises `FSDPNotImplementedError` when it is called.
+    """
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise FSDPNotImplementedError(f"this needs fsdp2.plugs.{feature}, which is not part of this installation.")

@@ -54,7 +54,7 @@ def frames_from(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def methods_of(frames: Iterable[FrameType]) -> Iterator[tuple[Any, FrameType]]:
-    """Those of ``frames`` that are methods of modules, each with its module, as their local variables tell.
+    """Pairs of a module and a frame of ``frames`` that runs one of its methods, as the frame's local variables tell.
 
     Before Python 3.13 a frame whose variables are read keeps alive what they held, until they are read again or the
     frame ends. So where nothing has failed, pass only frames of torch and of this package.

@@ -1,7 +1,7 @@
 """Where a parameter's shards lie: which dim is cut, over which mesh, and the DTensor placements that say so.
 
-Pure: meshes and placements in, a `Sharding` out. Parameters may be plain tensors, or DTensors of tensor or expert
-parallelism, whose placements are kept.
+It is pure: meshes and placements go in, and a `Sharding` comes out. Parameters may be plain tensors, or DTensors of
+tensor or expert parallelism, whose placements are kept.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from fsdp2.arguments import ANYTHING, checked_class
 from fsdp2.core.mesh import DataParallelMesh, device_of
 from fsdp2.errors import FSDPTypeError, FSDPValueError
 
-# `Partition`: how one parameter is dealt out, and where its rows lie. A new way of dealing out dim 0 is written
-# here, and gathers, reductions and graphs follow; of other dims see docs/explanation/extending.md.
+# `Partition`: how one parameter is split over the ranks, and where its rows lie. A new way of splitting dim 0 is
+# written here, and gathers, reductions and graphs follow. For other dims see docs/explanation/extending.md.
 
 
 def ceil_div(numerator: int, denominator: int) -> int:
@@ -33,7 +33,7 @@ def ceil_div(numerator: int, denominator: int) -> int:
 
 
 def row_range(size: int, rows: int, rank: int) -> tuple[int, int]:
-    """The rows [start, stop) of ``rank`` when ``size`` rows are dealt out ``rows`` at a time."""
+    """The rows [start, stop) of ``rank`` when ``size`` rows are split over ranks, ``rows`` for each."""
     start = min(rows * rank, size)
     return start, min(start + rows, size)
 
@@ -53,16 +53,17 @@ def memory_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]
         return ()
     order = tuple(sorted(range(len(shape)), key=lambda dim: (-stride[dim], dim)))
     step = 1
-    for dim in reversed(order):
+    for dim in reversed(order):  # dims of size 1 have any stride
         if shape[dim] != 1 and stride[dim] != step:
             return ()
         step *= shape[dim]
+    # Only dims of more than one entry tell an order from the contiguous one.
     dims = [dim for dim in order if shape[dim] != 1]
     return () if dims == sorted(dims) or step == 0 else order
 
 
 class PartitionKey(NamedTuple):
-    """What tells apart ways of dealing out: see `Partition`, which has the same."""
+    """The fields that tell ways of splitting apart; `Partition` describes them."""
 
     dim: int | None
     block_rows: int = 1
@@ -72,22 +73,23 @@ class PartitionKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """How a parameter lies in memory, and which of its dims is dealt out to the ranks.
+    """How a parameter lies in memory, and which of its dims is split over the ranks.
 
     Attributes:
-        shape: of the parameter.
-        dim: the dim that is cut; None: every rank keeps the whole, as of a parameter of no dims.
+        shape: the shape of the parameter.
+        dim: the dim that is cut; None: every rank keeps the whole parameter, as one without dims.
         order: its dims as they follow each other in memory, outermost first; () if contiguous.
-        block_rows: the rows of ``dim`` come in blocks of so many, the last maybe shorter; no rank has a part of one.
-        owner: the rank that has all rows; None: they are dealt out evenly.
-        leading: how many leading dims count as one, whose entries are the rows. More than one only of a contiguous
-            parameter that is cut in dim 0; a rank's part then has two dims, (rows, row_numel).
-        size: entries of ``dim``, or of the leading dims together: the rows that are dealt out.
+        block_rows: rows of ``dim`` are split in blocks of this many (the last may be shorter), so that each block lies
+            on one rank.
+        owner: the rank that has all rows; None: they are split evenly.
+        leading: how many leading dims count as one, whose entries are the rows. It is more than one only for a
+            contiguous parameter that is cut in dim 0; a rank's part then has two dims, (rows, row_numel).
+        size: the number of rows that are split: entries of ``dim``, or of the leading dims together.
         outer: how many pieces of memory a run of rows lies in: the sizes before ``dim``, multiplied.
         row_numel: elements of a row in one of these pieces: the sizes behind ``dim``, multiplied.
         numel: elements of the parameter.
-        memory_dim: where ``dim`` is in memory order.
-        arrives_in_order: the ranks' parts, one after the other, are the parameter, but for padding at the end.
+        memory_dim: the position of ``dim`` in memory order.
+        arrives_in_order: whether the ranks' parts, one after the other, are the parameter with padding at its end.
     """
 
     shape: tuple[int, ...]
@@ -104,8 +106,9 @@ class Partition:
     arrives_in_order: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """What follows from the others."""
+        """Compute the attributes that follow from the others."""
         shape, dim = self.shape, self.dim
+        # The sizes in memory order are split by `dim`: those before it make `outer`, those behind it `row_numel`.
         in_memory = tuple(shape[each] for each in self.order) if self.order else shape
         where = 0 if dim is None else self.order.index(dim) if self.order else dim
         behind = in_memory if dim is None else in_memory[where + self.leading :]
@@ -123,7 +126,7 @@ class Partition:
 
     @property
     def partition_key(self) -> PartitionKey:
-        """What tells it apart from other ways of dealing out."""
+        """The fields that tell it apart from other ways of splitting."""
         return PartitionKey(self.dim, self.block_rows, self.owner, self.leading)
 
     def stride(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -134,20 +137,21 @@ class Partition:
         return tuple(dense[self.order.index(dim)] for dim in range(len(shape)))
 
     def rows(self, world_size: int) -> int:
-        """Rows that each of ``world_size`` ranks keeps room for; of an owned one, those of the owner."""
+        """How many rows each of ``world_size`` ranks keeps room for; if one rank owns all, these."""
         if self.dim is None:
             return 1
         if self.owner is not None:
             return self.size
+        # Ranks get equal numbers of whole blocks, rounded up, so that the last ranks may have fewer or none.
         blocks = -(-self.size // self.block_rows)  # `ceil_div`, at no call
         return min(-(-blocks // world_size) * self.block_rows, self.size)
 
     def is_chunked(self, world_size: int) -> bool:
-        """Whether the rows (of merged dims: those of `in_rows`) are dealt out as ``torch.chunk`` does."""
+        """Whether the rows are split as ``torch.chunk`` does. (If dims are merged, these are the rows of `in_rows`.)"""
         if self.owner is not None:
             return world_size == 1
         rows, chunk = self.rows(world_size), ceil_div(self.size, world_size)
-        # Both deal out the same number to every rank but the last that has any.
+        # Both splits agree if they give a rank the same number of rows, or if both give the first rank all of them.
         return self.dim is None or rows == chunk or (rows >= self.size and chunk >= self.size)
 
     def rows_of_ranks(self, world_size: int) -> tuple[int, ...]:
@@ -163,11 +167,11 @@ class Partition:
         return (0, 1) if self.dim is None else row_range(self.size, rows, rank)
 
     def over_fewer(self, world_size: int, fewer: int) -> Partition:
-        """The same dealt out to ``fewer`` ranks, a divisor of ``world_size``: what several own, one has then."""
+        """This partition over ``fewer`` ranks, a divisor of ``world_size``: one of them owns what several ranks did."""
         return self if self.owner is None else replace(self, owner=self.owner * fewer // world_size)
 
     def text(self, rows: int) -> str:
-        """What a rank has, which keeps room for ``rows``: ranks compare it, so it tells apart all that differs."""
+        """A description of the part of a rank that keeps room for ``rows``. Ranks compare it: no two ways share one."""
         memory = f" (in memory {list(self.order)})" if self.order else ""
         if self.owner is not None:
             return f"the whole on rank {self.owner}{memory}"
@@ -201,7 +205,7 @@ def in_rows(whole: torch.Tensor, partition: Partition) -> torch.Tensor:
 
 
 def in_memory_order(tensor: torch.Tensor, partition: Partition) -> torch.Tensor:
-    """``tensor``, of the parameter's dims, as they follow each other in memory."""
+    """``tensor``, which has the parameter's dims, with these permuted to memory order."""
     return tensor.permute(partition.order) if partition.order else tensor
 
 
@@ -214,21 +218,22 @@ def scatter_rows(whole: torch.Tensor, partition: Partition, rows: int, world_siz
         return whole.reshape(1, -1).expand(world_size, -1)
     size, outer, row_numel = partition.size, partition.outer, partition.row_numel
     width = rows * row_numel
-    if rows * world_size == size:
+    if rows * world_size == size:  # no padding
         return whole.reshape(outer, world_size, width).transpose(0, 1)
-    if outer == 1:
+    if outer == 1:  # a rank's rows are one piece of memory, so padding is at the end only
         flat = whole.reshape(-1)
         return torch.cat([flat, flat.new_zeros(world_size * width - flat.numel())]).view(world_size, -1)
+    # The first `full` ranks have all `rows` of theirs, the next has the rows that are left, the others have none.
     full = size // rows
     whole = whole.reshape(outer, size * row_numel)
     pieces = [whole[:, : full * width].reshape(outer, full, width).transpose(0, 1).reshape(-1)]
-    pieces.append(whole[:, full * width :].reshape(-1))  # of the rank that has fewer rows, or none
+    pieces.append(whole[:, full * width :].reshape(-1))
     lacking = world_size * outer * width - whole.numel()
     return torch.cat([*pieces, whole.new_zeros(lacking)]).view(world_size, -1)
 
 
 def place_rows(of_ranks: torch.Tensor, partition: Partition, rows: int) -> torch.Tensor:
-    """The reverse: the parameter from (world_size, n) of all ranks. It may be a view of them."""
+    """The reverse of `scatter_rows`: the parameter, from (world_size, n) of all ranks. It may be a view of them."""
     if partition.dim is None:
         return in_shape(of_ranks[0], partition)
     if partition.arrives_in_order:
@@ -236,7 +241,7 @@ def place_rows(of_ranks: torch.Tensor, partition: Partition, rows: int) -> torch
     full, rest = divmod(partition.size, rows)
     outer, width = partition.outer, rows * partition.row_numel
     whole = of_ranks[:full].reshape(full, outer, width).transpose(0, 1).reshape(outer, full * width)
-    if rest:  # of the rank that has fewer
+    if rest:  # one rank has fewer rows
         width = rest * partition.row_numel
         whole = torch.cat([whole, of_ranks[full, : outer * width].reshape(outer, width)], 1)
     return in_shape(whole.reshape(-1), partition)
@@ -245,9 +250,9 @@ def place_rows(of_ranks: torch.Tensor, partition: Partition, rows: int) -> torch
 def rows_in_place(
     of_ranks: torch.Tensor, flat: torch.Tensor, partition: Partition, rows: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The same as copies to be made: parts of (world_size, n), and views of ``flat``, on which the parameter lies.
+    """`place_rows` as copies to be made: parts of (world_size, n), each with a view of ``flat`` to copy it to.
 
-    ``flat`` has room for padding at the end where the ranks' parts follow each other there.
+    The parameter lies on ``flat``, which has room for padding at the end if the parameter `arrives_in_order`.
     """
     world_size = of_ranks.shape[0]
     if partition.dim is None:  # all ranks have sent the same
@@ -259,28 +264,28 @@ def rows_in_place(
     whole = flat[: partition.numel].view(outer, partition.size * row_numel)
     evenly = whole[:, : full * rows * row_numel].unflatten(1, (full, rows * row_numel)).transpose(0, 1)
     copies = [(of_ranks[:full].unflatten(1, (outer, rows * row_numel)), evenly)]
-    if rest:  # of the rank that has fewer
+    if rest:  # one rank has fewer rows, so that its pieces are shorter
         last = of_ranks[full, : outer * rest * row_numel].view(outer, rest * row_numel)
         copies.append((last, whole[:, full * rows * row_numel :]))
     return copies
 
 
 def in_shape(flat: torch.Tensor, partition: Partition) -> torch.Tensor:
-    """``flat`` (numel,), in memory order, as the parameter."""
+    """``flat`` (numel,), in memory order, as a tensor of the parameter's shape."""
     if not partition.order:
         return flat.view(partition.shape)
     inner = [partition.shape[dim] for dim in partition.order]
     return flat.view(inner).permute([partition.order.index(dim) for dim in range(len(partition.shape))])
 
 
-# DTensors over local tensors that lie in a buffer: of the right class, with copies and pickles of their own.
+# DTensors over local tensors that lie in a buffer: their class, and how they are copied and pickled alone.
 
 
 CLASSES: dict[type[Placement], type[DTensor]] = {}
-"""By placements that torch's own DTensor does not know, the class that does: with ``_over(local, spec)``."""
+"""The DTensor class of each placement that torch's own class does not know. It has a method ``_over(local, spec)``."""
 
 OF_ROWS: list[Callable[[Partition, int], Placement]] = []
-"""The placement of rows that are dealt out, over so many ranks, otherwise than torch's ``Shard`` does."""
+"""Makes the placement of rows that are split over a number of ranks in another way than torch's ``Shard`` does."""
 
 
 def class_of(spec: Any) -> type[DTensor]:
@@ -300,10 +305,10 @@ def dtensor_like(sharded: torch.Tensor, local: torch.Tensor) -> DTensor:
 
 
 def dtensor_at_offset(local: torch.Tensor, spec: Any) -> DTensor:
-    """The same for a ``local`` that lies at an offset in memory that it shares, with copies and pickles of its own.
+    """A DTensor over a ``local`` that lies at an offset in shared memory. It is copied and pickled without the rest.
 
-    The wrapper has that offset too: Dynamo (up to torch 2.14) cannot take up one that has another. Its own storage is
-    null, and torch would try to copy it from there; so `copy.deepcopy` and `torch.save` are told to copy its own part.
+    The wrapper has that offset too: Dynamo (up to torch 2.14) cannot trace one that has another. Its own storage is
+    null, and torch would try to copy it from there; so `copy.deepcopy` and `torch.save` are told to copy ``local``.
     """
     dtensor = dtensor_over(local, spec)
     dtensor.__deepcopy__ = _DeepCopy(local, spec)  # type: ignore[method-assign]
@@ -312,15 +317,16 @@ def dtensor_at_offset(local: torch.Tensor, spec: Any) -> DTensor:
 
 
 def parameter_at_offset(local: torch.Tensor, spec: Any, *, requires_grad: bool) -> nn.Parameter:
-    """A parameter of the same kind; how it is copied is the caller's affair."""
+    """A parameter over such a ``local``. It is pickled without the rest; ``__deepcopy__`` is left to the caller."""
     parameter = nn.Parameter(dtensor_over(local, spec), requires_grad=requires_grad)
+    # nn.Parameter detaches, and so wraps an alias of `local`: put `local` itself there.
     _torch.set_local(parameter, local)
     parameter.__reduce_ex__ = _ReduceParameter(local, spec)  # type: ignore[method-assign,assignment]
     return parameter
 
 
 class _OnItsOwn:
-    """What a DTensor's local tensor holds, as a DTensor on memory of its own. Does not travel with copies."""
+    """Makes a DTensor on memory of its own from a local tensor. It is an attribute that does not travel with copies."""
 
     __slots__ = ("_local", "_spec")
 
@@ -332,7 +338,7 @@ class _OnItsOwn:
         return dtensor_over(self._local.detach().clone(), self._spec)
 
     def __reduce__(self) -> Any:
-        """Copied and pickled as None."""
+        """Copy and pickle as None."""
         return type(None), ()
 
 
@@ -357,9 +363,9 @@ class _ReduceParameter(_OnItsOwn):
         return nn.Parameter(self._made()).__reduce_ex__(protocol)
 
 
-# Over which process groups the data of a DTensor is spread: the one place that reads this off its placements.
+# `RankGroup`: the process groups over which the data of a DTensor is spread, as its placements say.
 #
-# Knows nothing of what is then reduced over them.
+# This part knows nothing of what is reduced over them.
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,9 +373,9 @@ class RankGroup:
     """A process group to reduce over; equal to any other of the same ranks.
 
     Attributes:
-        ranks: of the default group, ascending.
+        ranks: the ranks in the default group, ascending.
         group: the process group.
-        device: what it communicates from.
+        device: the device that tensors must be on.
     """
 
     ranks: tuple[int, ...]
@@ -378,20 +384,20 @@ class RankGroup:
 
     @classmethod
     def of(cls, mesh: DeviceMesh, axis: int) -> RankGroup:
-        """That of dim ``axis`` of ``mesh``."""
+        """The group of dim ``axis`` of ``mesh``."""
         group = mesh.get_group(axis)
         return cls(tuple(sorted(dist.get_process_group_ranks(group))), group, device_of(mesh))
 
 
 ReductionGroups = tuple[RankGroup, ...]
-"""The process groups over which the elements of a tensor are shared out; () if every rank has the whole."""
+"""The process groups over which the elements of a tensor are spread; () if every rank has all of them."""
 
 
 def reduction_groups_of(mesh: DeviceMesh, placements: Sequence[Any], name: str) -> ReductionGroups:
-    """Over which process groups the data of a DTensor is spread, mesh dims left to right.
+    """The process groups over which the data of a DTensor is spread, mesh dims left to right.
 
-    Any placement but Replicate says that the ranks of its mesh dim together hold the tensor once: what a new kind of
-    placement must mean, too, to be clipped rightly. (Padding, if there is any, must not lie in the local tensor.)
+    Any placement but Replicate says that the ranks of its mesh dim together hold the tensor once. A new kind of
+    placement must mean that too, or norms would be wrong. (Padding, if there is any, must not lie in the local tensor.)
 
     Raises:
         FSDPValueError: a Partial placement, whose norm nobody knows before it is reduced; a mesh without this rank.
@@ -408,6 +414,7 @@ def reduction_groups_of(mesh: DeviceMesh, placements: Sequence[Any], name: str) 
                 "ranks there, and the norm of the sum cannot be had from the parts. Reduce it first: parameter.grad = "
                 "parameter.grad.redistribute(placements=parameter.placements)."
             )
+    # (A mesh dim of one rank spreads nothing.)
     return tuple(
         RankGroup.of(mesh, axis)
         for axis, placement in enumerate(placements)
@@ -416,10 +423,10 @@ def reduction_groups_of(mesh: DeviceMesh, placements: Sequence[Any], name: str) 
 
 
 class RowPlacement(ABC):
-    """What a ``shard_placement_fn`` may return beside ``Shard(i)``: another way of dealing out rows. One file each.
+    """A way of splitting rows that a ``shard_placement_fn`` may return instead of ``Shard(i)``. Each has its own file.
 
     Attributes:
-        form: how it is written, for messages.
+        form: how users write it, for messages.
     """
 
     __slots__ = ()
@@ -428,11 +435,11 @@ class RowPlacement(ABC):
     @property
     @abstractmethod
     def partition_key(self) -> PartitionKey:
-        """What `Partition` is told."""
+        """The fields of the `Partition` that it stands for."""
 
     @abstractmethod
     def checked_for(self, parameter: nn.Parameter, fqn: str, mesh: DataParallelMesh) -> Wanted:
-        """What is to be done with ``parameter`` over ``mesh``: this, or to cut a dim where that is the same.
+        """This placement, or the dim to cut if that comes to the same for ``parameter`` over ``mesh``.
 
         Raises:
             FSDPValueError: it does not fit.
@@ -440,7 +447,7 @@ class RowPlacement(ABC):
 
     @abstractmethod
     def refuse_cut(self, parameter: DTensor, where: str) -> None:
-        """Raise FSDPValueError if ``parameter`` is cut by tensor parallelism in a way that this cannot go with."""
+        """Raise FSDPValueError if tensor parallelism cuts ``parameter`` in a way that this cannot be combined with."""
 
 
 @checked_class(placement=ANYTHING)  # checked where it is for a parameter, which the message names
@@ -461,10 +468,10 @@ class ShardPlacementResult:
 ShardPlacementFn = Callable[[nn.Parameter], Placement | RowPlacement | ShardPlacementResult | None]
 
 OTHER_PLACEMENTS: list[Callable[[Any], RowPlacement | None]] = []
-"""What else a ``shard_placement_fn`` may return: each makes a `RowPlacement` of what it knows, None of the rest."""
+"""Functions that make a `RowPlacement` from other objects that a ``shard_placement_fn`` may return; else None."""
 
 Wanted = int | RowPlacement | None
-"""The dim that is cut, or the blocks of dim 0, or the rank that has the whole; None: every rank has."""
+"""The dim to cut, or another way of splitting rows; None: every rank keeps the whole parameter."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -472,10 +479,11 @@ class Sharding:
     """How one parameter is sharded.
 
     Attributes:
-        mesh: over which ranks.
+        mesh: the ranks to shard and replicate over.
         partition: which dim of the local tensor is cut, and how it lies in memory.
-        spec: of the sharded DTensor: all mesh dims, the data-parallel ones first where they are separate.
-        unsharded_spec: of the DTensor that the module computes with; None if it computes with a plain tensor.
+        spec: the DTensorSpec of the sharded parameter, over all mesh dims; data-parallel dims that are on a mesh of
+            their own come first.
+        unsharded_spec: the spec of the DTensor that the module computes with; None if it is a plain tensor.
     """
 
     mesh: DataParallelMesh
@@ -487,9 +495,10 @@ class Sharding:
 def requested_placement(
     shard_placement_fn: Any, parameter: nn.Parameter, fqn: str, default: DataParallelMesh
 ) -> tuple[Wanted, DataParallelMesh]:
-    """Ask ``shard_placement_fn`` (or nobody) how to deal out a parameter (dims are not negative), and over which mesh.
+    """Ask ``shard_placement_fn``, if there is one, how to split a parameter and over which mesh; by default dim 0.
 
-    None for a parameter of no dims, of which every rank keeps the whole.
+    Returns:
+        The answer, with a dim that is not negative, or None for a parameter without dims; and the mesh.
 
     Raises:
         FSDPValueError: the answer is none of Shard, `RowPlacement`, ShardPlacementResult and None, or names a dim or a
@@ -529,8 +538,8 @@ def _known(answer: Any) -> Any:
 
 
 def _placements() -> list[str]:
-    """What may be asked for, for messages."""
-    # Each once: a dataclass with slots is made twice, and the first is a subclass still.
+    """The placements that may be asked for, for messages."""
+    # A dataclass with slots makes its class twice, and the first one still counts as a subclass: list each form once.
     return ["Shard(i)", *dict.fromkeys(each.form for each in RowPlacement.__subclasses__())]
 
 
@@ -550,7 +559,7 @@ def _mesh_of(info: Any, fqn: str, default: DataParallelMesh) -> DataParallelMesh
 
 
 def partition_key_of(wanted: Wanted) -> PartitionKey:
-    """The key of the `Partition` of what `requested_placement` returns."""
+    """The key of the `Partition` for an answer of `requested_placement`."""
     return wanted.partition_key if isinstance(wanted, RowPlacement) else PartitionKey(wanted)
 
 
@@ -566,6 +575,8 @@ def sharding_of(parameter: nn.Parameter, wanted: Wanted, mesh: DataParallelMesh,
     partition = Partition(tuple(local.shape), key.dim, order, key.block_rows, key.owner, key.leading)
     if isinstance(wanted, RowPlacement) and isinstance(parameter, DTensor):
         wanted.refuse_cut(parameter, where)
+    # Three cases: a DTensor on the whole mesh, replicated in the data-parallel dims (dp_mesh_dims); a plain tensor; and
+    # a DTensor of tensor parallelism, in front of whose mesh dims the data-parallel ones are put.
     if mesh.spmd_mesh is not None:
         spmd_mesh, placements = _spmd_placements(unsharded_spec, partition, mesh, where)
     elif unsharded_spec is None:
@@ -591,7 +602,7 @@ def _cut(mesh: DataParallelMesh, placement: Placement) -> tuple[Placement, ...]:
 
 
 def placement_of(partition: Partition, world_size: int) -> Placement:
-    """How a dim of ``world_size`` ranks, by itself, cuts a parameter."""
+    """The placement in a mesh dim of ``world_size`` ranks that alone cuts the parameter by ``partition``."""
     if partition.dim is None:
         return Replicate()
     if partition.leading == 1 and partition.is_chunked(world_size):
@@ -605,11 +616,13 @@ def strided_placement(
 ) -> Placement:
     """The placement of a data-parallel dim that cuts what the mesh dims from ``first`` on have cut already.
 
-    They cut first, so this rank's rows are not contiguous in the whole: that is what a strided shard says.
+    The other dims have cut first, so this rank's rows are not contiguous in the full parameter. A strided shard says
+    so, and into how many parts those dims have cut.
     """
     dim = partition.dim
     if dim is None or partition.leading > 1 or not partition.is_chunked(world_size):
         return placement_of(partition, world_size)
+    # The number of parts into which other mesh dims have cut this dim already; with none it is an ordinary shard.
     factor = math.prod(mesh.size(index) for index in range(first, len(placements)) if cuts(placements[index], dim))
     return Shard(dim) if factor == 1 else _torch.strided_shard(dim, factor)
 
@@ -620,6 +633,7 @@ def cuts(placement: Placement, dim: int) -> bool:
 
 
 def _concatenated(data_parallel: DeviceMesh, model_parallel: DeviceMesh, where: str) -> DeviceMesh:
+    # One mesh describes the sharded DTensor, so both must be slices of it. torch's errors say little about the cause.
     try:
         return _torch.concatenate_meshes([data_parallel, model_parallel])
     except Exception as error:
@@ -655,6 +669,7 @@ def _spmd_placements(
                 f"{where} has placement {placements[names.index(name)]} in the data-parallel mesh dim '{name}'; it "
                 "must be Replicate() there."
             )
+    # Each of several dims to shard over cuts what the dims to the right of it have cut already.
     for name in dims.shard_names:
         index = names.index(name)
         others = tuple(unsharded_spec.placements)
@@ -672,6 +687,7 @@ def _with_flattened_shards(
     assert spmd_mesh is not None and spmd_mesh.mesh_dim_names is not None, "named dims"
     parts: list[DeviceMesh] = []
     flattened: list[Placement] = []
+    # The data-parallel dims, replicate and flattened shard, take the place of the first shard dim; others stay.
     for index, name in enumerate(spmd_mesh.mesh_dim_names):
         if name == shard_names[0]:
             parts.append(mesh.device_mesh)
@@ -683,7 +699,7 @@ def _with_flattened_shards(
 
 
 def check_policy_callable(shard_placement_fn: object) -> None:
-    """Refuse a ``shard_placement_fn`` that is none.
+    """Refuse a ``shard_placement_fn`` that is no function.
 
     Raises:
         FSDPTypeError: it cannot be called.

@@ -1,6 +1,7 @@
-"""`spans`: where a group's parameters lie in memory, and where their gradients do. What optimizers know of buffers.
+"""`spans`: where a group's parameters and their gradients lie in memory. This is all that optimizers know of buffers.
 
-Knows nothing of optimizers. A span holds memory, which the group may give up: what is kept is a `SpanMemory`.
+This file knows nothing of optimizers. A span keeps memory alive that the group may want to free, so optimizers keep a
+`SpanMemory`, which refers to it weakly.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ class GradientSpan(NamedTuple):
     """Where a parameter's gradient is delivered.
 
     Attributes:
-        bucket: with which others.
-        position: among the parameters of ``bucket``.
-        start: in the memory that they are delivered on.
-        pad_numel: zeros before it; None if the reduction of what is before it says nothing of that.
+        bucket: the bucket that it is reduced in.
+        position: its index among the parameters of ``bucket``.
+        start: its first element in the flat buffer of the bucket's gradients.
+        pad_numel: how many zeros lie right before it; None if it is not packed, so that this is not known.
     """
 
     bucket: GradientBucket
@@ -31,16 +32,16 @@ class GradientSpan(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Where a parameter lies, on this rank.
+    """Where a sharded parameter lies on this rank.
 
     Attributes:
-        param: whose ``local`` it is.
-        buffers: in whose shard buffer.
-        start: there.
-        numel: with the padding behind its last row.
-        numel_before: of all parameters ahead of it.
-        is_here: whether this is its own place. Of a parameter that another rank owns it is one of others.
-        gradient: None if it is frozen.
+        param: the parameter, whose ``local`` lies here.
+        buffers: the owner of the shard buffer.
+        start: its first element in the shard buffer.
+        numel: its elements, with the padding behind its last row.
+        numel_before: the elements of all parameters before it in the buffer.
+        is_here: whether it lies here. If another rank owns it, its place here belongs to other parameters.
+        gradient: where its gradient is delivered; None if it is frozen.
     """
 
     param: FSDPParam
@@ -52,7 +53,7 @@ class Span(NamedTuple):
     gradient: GradientSpan | None
 
     def has_gradient_alike(self) -> bool:
-        """Whether its ``.grad`` is the one that was delivered there, of the dtype and on the device of the shard."""
+        """Whether its ``.grad`` is the one that was delivered there, with the dtype and the device of the shard."""
         delivered = None if self.gradient is None else self.gradient.bucket.delivered
         if self.gradient is None or delivered is None:
             return False
@@ -69,15 +70,16 @@ class Span(NamedTuple):
         if distance != theirs.start - mine.start:
             return False
         if other.numel_before - self.numel_before != self.numel:
-            return False  # another one, frozen perhaps, is small enough to lie in the alignment of the gradients
+            # A parameter between the two, perhaps frozen, is so small that it lies in the alignment of the gradients.
+            return False
         gap = 0 if mine.pad_numel is None or theirs.pad_numel is None else theirs.pad_numel
         return distance - self.numel == gap
 
 
 def spans(group: FSDPParamGroup) -> list[Span]:
-    """Where the parameters of ``group`` lie now, if in buffers: buffer by buffer, in their order.
+    """The spans of those parameters of ``group`` that lie in buffers, buffer by buffer, in their order there.
 
-    Before lazy initialization none has a gradient.
+    Before lazy initialization no span has a `GradientSpan`.
     """
     gradients = {
         param: GradientSpan(bucket, position, slot.offset, None if slot.direct else slot.pad_numel)
@@ -97,7 +99,7 @@ def spans(group: FSDPParamGroup) -> list[Span]:
 
 
 class SpanMemory:
-    """The memory of spans of one group, one shard buffer and one bucket, held weakly."""
+    """The memory of spans that have their group, shard buffer and bucket in common. It is referred to weakly."""
 
     __slots__ = ("_bucket", "_buffers", "_group")
 
@@ -108,7 +110,7 @@ class SpanMemory:
         self._bucket = weakref.ref(span.gradient.bucket)
 
     def now(self) -> tuple[DtypeBuffers, GradientBuffer | None] | None:
-        """The buffers, and what gradients were delivered on last, if on any; None: they are laid out anew."""
+        """The buffers, and the buffer that gradients were last delivered on, if any. None: all were laid out anew."""
         group, buffers, bucket = self._group(), self._buffers(), self._bucket()
         if group is None or buffers not in group.storage.buffers or bucket not in group.reducer.buckets:
             return None

@@ -475,7 +475,7 @@ class FSDPState:
         kwargs: dict[str, Any],
         method: Callable[..., Any] | None = None,
     ) -> Inputs | None:
-        """Before the forward of (one of) the module(s), or ``method``: gather, cast the inputs, await the backward.
+        """Gather, cast the inputs and await the backward, before the forward of (one of) the module(s) or ``method``.
 
         Returns the inputs to use instead, or None if they stay.
         """
@@ -610,7 +610,7 @@ class FSDPState:
                     group.reshard_after_forward(torch.is_grad_enabled())
 
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """After the forward of (one of) the module(s): reshard, arrange for the gather in backward, cast the output.
+        """Reshard, arrange for the gather in backward and cast the output, after the forward of (one of) the module(s).
 
         Returns the output to use instead, or None if it stays.
         """

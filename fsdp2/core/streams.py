@@ -12,9 +12,9 @@ before the user's code may write them; and, where parameters had no gradient on 
 grad mask, which says whether another rank had one.
 
 * The unsharded and staging buffers belong to the all-gather stream, which also copies out of the staging buffer.
-  Compute waits for GATHERED before it reads; the all-gather stream waits for READ before the memory is freed. As the
-  next-but-one gather follows that wait on its stream, at most ``prefetch depth + 1`` groups are unsharded at a time
-  on the device, however far the host runs ahead.
+  Compute waits for GATHERED before it reads; the all-gather stream waits for READ before the memory is freed. The
+  next-but-one gather follows that wait on its stream, so that at most ``prefetch depth + 1`` groups are unsharded at a
+  time on the device, however far the host runs ahead.
 * What a reduction sends and receives belongs to compute, as gradients do, so that one pool serves all of it. It is
   allocated before GRADIENTS_READY is recorded. The reduce-scatter stream waits for that, packs and reduces. Compute
   waits for PACKED before the next backward takes the memory of gradients that were packed, and for REDUCED before it

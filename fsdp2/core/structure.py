@@ -1,6 +1,6 @@
-"""Module trees: names below a root, who has a forward, and `Structure`, which notices cheaply what was added.
+"""Module trees: names below a root, which modules have a forward, and `Structure`, which cheaply notices changes.
 
-Knows modules, nothing of sharding.
+This file knows modules, and nothing of sharding.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fsdp2.errors import FSDPValueError
 
 
 def module_paths(roots: Iterable[nn.Module]) -> dict[nn.Module, str]:
-    """All modules below ``roots``, in order, with their names there: "" of the roots themselves."""
+    """All modules below ``roots``, in order, with their names there. The name of a root itself is ""."""
     paths: dict[nn.Module, str] = {}
     for root in roots:
         for path, module in root.named_modules():
@@ -27,7 +27,7 @@ def module_paths(roots: Iterable[nn.Module]) -> dict[nn.Module, str]:
 class Structure:
     """The submodules below some modules, and how many parameters each of them has, as they were at construction.
 
-    `has_changed` runs once per iteration: some list operations in C, no walk of the module tree.
+    `has_changed` runs once per iteration. It makes some list operations in C, and does not walk the module tree.
     """
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
@@ -35,7 +35,7 @@ class Structure:
         modules = [module for module in every if not isinstance(module, torch.jit.ScriptModule)]  # those cannot change
         parameter_slots: list[dict[str, Any]] = [module._parameters for module in modules]
         self._vacant = [(slots, name) for slots in parameter_slots for name in slots if slots[name] is None]
-        # Modules without submodules are many, and only counted.
+        # Most modules have no submodules: there it is enough to count them. Others may get a module replaced.
         self._parent_slots: list[dict[str, Any]] = [module._modules for module in modules if module._modules]
         self._children = self._current_children()
         leaf_slots: list[dict[str, Any]] = [module._modules for module in modules if not module._modules]
@@ -55,7 +55,7 @@ class Structure:
 
 
 NO_FORWARD = (nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward)
-"""Of classes whose modules are not called."""
+"""The ``forward`` functions of classes whose modules are not called."""
 
 
 def has_forward(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""What a program has made of a parameter, which all its forms have: attributes that it set on it, its class, hooks."""
+"""What a program has made of a parameter: its attributes, class and hooks. All forms of the parameter get them."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ OWN = (
     "__deepcopy__",
     "__reduce_ex__",
 )
-"""Attributes of parameters that are not the user's."""
+"""Attributes of parameters that torch or this package sets, not the user."""
 
 Traits = tuple[dict[str, Any], type[nn.Parameter]]
-"""What a program has made of a parameter: the attributes that it set on it, and its class."""
+"""The attributes that a program has set on a parameter, and the parameter's class."""
 
 
 def traits_of(parameter: nn.Parameter) -> Traits:
-    """The attributes that a program has set on ``parameter``, and its class; `nn.Parameter` if that cannot stay."""
+    """The attributes that a program has set on ``parameter``, and its class (`nn.Parameter` if that cannot be kept)."""
     attributes = {name: value for name, value in parameter.__dict__.items() if name not in OWN}
     if attributes and type(parameter) is not nn.Parameter and not isinstance(parameter, DTensor):
         with _torch.without_grad():
-            for name in vars(parameter.detach()):  # what a tensor subclass is made of
+            for name in vars(parameter.detach()):  # a tensor subclass has attributes that make it up
                 attributes.pop(name, None)
     kind = getattr(type(parameter), "_fsdp_class", type(parameter))
     is_kept = nn.Parameter in kind.__mro__ and (kind is not type(parameter) or not loses_its_class(kind))
@@ -40,7 +40,7 @@ def traits_of(parameter: nn.Parameter) -> Traits:
 
 
 def give_traits(traits: Traits, successor: nn.Parameter) -> None:
-    """Give ``successor`` these ``traits`` of another."""
+    """Give ``successor`` the ``traits`` of another parameter."""
     attributes, kind = traits
     successor.__dict__.update(attributes)
     if kind is not nn.Parameter and not isinstance(successor, kind):
@@ -50,9 +50,9 @@ def give_traits(traits: Traits, successor: nn.Parameter) -> None:
 
 @functools.cache
 def loses_its_class(kind: type) -> bool:
-    """Whether ``kind`` is a class of parameters that a program has made, which their other forms cannot be of.
+    """Whether ``kind`` is a program's class of parameters that the sharded and unsharded forms cannot have.
 
-    For it has slots, or does in another way what tensors do, and they lie elsewhere.
+    This is so if it has slots, or overrides what tensors do: the other forms are tensors over other memory.
     """
     classes = kind.__mro__
     if nn.Parameter not in classes:
@@ -67,7 +67,7 @@ _OF_ANY_CLASS = frozenset(vars(type("Any", (), {}))) | {"__init__", "__new__", "
 @functools.cache
 def _sharded_class(own: type[DTensor], kind: type[nn.Parameter]) -> type[DTensor]:
     def deepcopy(self: Any, memo: dict[int, Any]) -> Any:
-        self.__class__ = own  # which torch knows how to copy
+        self.__class__ = own  # torch knows how to copy this class
         try:
             copied = copy.deepcopy(self, memo)
         finally:
@@ -97,7 +97,8 @@ def carry_over(predecessor: nn.Parameter, successor: nn.Parameter) -> None:
     if not hooks and not tensor_hooks:
         return
     requires_grad = successor.requires_grad
-    successor.requires_grad_()  # as the predecessor did when it got them, though it may be frozen by now
+    # A hook can only be registered on a tensor that requires a gradient; the predecessor may have been frozen since.
+    successor.requires_grad_()
     for hook in hooks:
         successor.register_post_accumulate_grad_hook(hook)
     for tensor_hook in tensor_hooks:

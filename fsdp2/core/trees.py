@@ -1,6 +1,6 @@
 """Trees of tensors, as modules take and return them: walking, replacing, casting.
 
-Knows nothing of autograd or of sharding.
+This file knows nothing of autograd or of sharding.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _MAPPINGS = frozenset({dict, OrderedDict, defaultdict, UserDict})
 
 
 def _is_record(kind: type) -> bool:
-    """Whether it is a dataclass, and nothing else. (Of transformers' outputs: and a dict.)"""
+    """Whether ``kind`` is a dataclass and no other kind of container. (Outputs of transformers are dicts as well.)"""
     return dataclasses.is_dataclass(kind) and not issubclass(kind, (nn.Module, list, tuple, torch.Tensor))
 
 
 def _items(tree: Any) -> Iterable[tuple[Any, Any]] | None:
-    """The keys and values of a container; None of anything else, which is neither read nor written.
+    """The keys and values of a container; None for anything else, which is neither read nor written.
 
-    Containers are known by their exact type: a class of the program's may do anything when it is read or written.
+    Containers are known by their exact type: a class of the program may do anything when it is read or written.
     """
     kind = type(tree)
     if kind in _SEQUENCES or (kind.__bases__ == (tuple,) and hasattr(kind, "_fields")):
@@ -66,9 +66,9 @@ _MOST_VISITED = 10_000
 
 
 def tensors_anywhere_in(output: object, most: int = _MOST_VISITED) -> list[torch.Tensor]:
-    """All tensors that ``output`` leads to: also through sets, attributes, ``__slots__``, closures and partials.
+    """All tensors that ``output`` leads to, also through sets, attributes, ``__slots__``, closures and partials.
 
-    Modules are not looked into, nor more than ``most`` objects.
+    It does not look into modules, nor into more than ``most`` objects.
 
     Raises:
         FSDPTypeError: it is a generator or a coroutine, whose code is still to run.
@@ -96,11 +96,11 @@ def tensors_anywhere_in(output: object, most: int = _MOST_VISITED) -> list[torch
 
 
 def _parts(value: Any) -> Iterable[object]:
-    """What ``value``, which is no tensor, holds."""
+    """The objects that ``value``, which is no tensor, refers to."""
     kinds: tuple[Any, ...] = (list, tuple, set, frozenset, deque)
     for kind in kinds:
         if isinstance(value, kind):
-            yield from kind.__iter__(value)  # whatever the program's class does there
+            yield from kind.__iter__(value)  # a subclass of the program may iterate otherwise
     if isinstance(value, dict):
         yield from dict.values(value)
     elif isinstance(value, types.MappingProxyType):
@@ -125,15 +125,15 @@ def _parts(value: Any) -> Iterable[object]:
 
 
 class Replaced:
-    """What was put in the place of tensors in the caller's own lists, dicts and objects, until a forward is over.
+    """The replacements of tensors in the caller's own lists, dicts and objects, until a forward is over.
 
-    A module may write into what it is passed, and the caller reads it there: the containers stay the same objects.
-    What is found in them afterwards that was put there, and not written since, is taken out again. What was written
-    into the cast of a tensor that was passed itself, as into a cache, is copied back.
+    A module may write into what it is passed, and the caller reads it there: so the containers stay the same objects.
+    After the forward, replacements that are still in them, and were not written, are taken out again. If the module has
+    written into the cast of a tensor, as into a cache, the values are copied back.
 
     Attributes:
-        containers: that were changed, by identity.
-        casts: of tensors: what took their place, its version then, and they.
+        containers: the containers that were changed, by identity.
+        casts: for each cast of a tensor, the cast, its version when it was made, and the original.
     """
 
     __slots__ = ("_originals", "casts", "containers")
@@ -145,7 +145,7 @@ class Replaced:
 
     def cast(self, original: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """``original`` in another ``dtype``."""
-        if torch.is_inference_mode_enabled():  # whose tensors do not count what is written into them
+        if torch.is_inference_mode_enabled():  # inference tensors have no version that would count writes
             with torch.inference_mode(False), torch.no_grad():
                 replacement = original.to(dtype)
         else:
@@ -160,11 +160,11 @@ class Replaced:
         _set(container, key, replacement)
 
     def take_out(self) -> None:
-        """Put back what was there before."""
+        """Put the originals back, and copy back what was written into casts."""
         for container in self.containers.values():
             for key, value in list(_items(container) or ()):
                 found = value
-                while id(value) in self._originals:  # what was put there may have been replaced once more
+                while id(value) in self._originals:  # a replacement may have been replaced once more, by a later cast
                     replacement, version, original = self._originals[id(value)]
                     if _version_of(replacement) != version:
                         break
@@ -172,7 +172,8 @@ class Replaced:
                 if value is not found:
                     _set(container, key, value)
         for replacement, version, original in self.casts:
-            if replacement._version != version and not original.requires_grad:  # else autograd has its cast
+            # If the original requires a gradient, a write into its cast is part of the graph, and no cache.
+            if replacement._version != version and not original.requires_grad:
                 original.copy_(replacement)
 
 
@@ -184,7 +185,7 @@ def _set(container: Any, key: Any, value: Any) -> None:
     if isinstance(container, (list, dict, UserDict)):
         container[key] = value
     else:
-        object.__setattr__(container, key, value)  # of frozen ones as well
+        object.__setattr__(container, key, value)  # frozen dataclasses too
 
 
 def _is_mutable(tree: Any) -> bool:
@@ -195,7 +196,7 @@ def _is_mutable(tree: Any) -> bool:
 
 
 Known = dict[int, tuple[Any, Any]]
-"""What was mapped already, by identity, and to what."""
+"""The objects that were mapped already, by identity, each with its result."""
 
 
 def map_tensors(
@@ -204,11 +205,11 @@ def map_tensors(
     replaced: Replaced | None = None,
     known: Known | None = None,
 ) -> Any:
-    """``tree`` with every tensor replaced by ``function`` of it, which is asked once of each.
+    """``tree`` with every tensor replaced by ``function`` of it, which is called once for each tensor.
 
     Containers are copied, in their own type, only where something in them changes. With ``replaced``, those that can be
-    written into stay the same objects, with other contents until ``replaced`` takes them out. ``known``: of trees that
-    belong together.
+    written into stay the same objects, with other contents until ``replaced`` takes these out. ``known``: to be passed
+    for several trees whose common parts must have common results.
     """
     if known is None:
         known = {}
@@ -223,7 +224,7 @@ def map_tensors(
     items = _items(tree)
     if items is None:
         return tree
-    known[id(tree)] = (tree, tree)  # it may contain itself
+    known[id(tree)] = (tree, tree)  # a container may contain itself
     changes = []
     for key, value in list(items):
         replacement = map_tensors(function, value, replaced, known)
@@ -251,7 +252,7 @@ def _with_changes(tree: Any, changes: dict[Any, Any]) -> Any:
 
 
 def text_of(tree: Any, leaf: Callable[[Any], str]) -> str:
-    """``tree`` as text, through the containers that `map_tensors` goes through; ``leaf`` gives that of all else."""
+    """``tree`` as text, through the containers that `map_tensors` walks; ``leaf`` makes the text of anything else."""
     found = None if isinstance(tree, torch.Tensor) else _items(tree)
     if found is None:
         return leaf(tree)
@@ -265,7 +266,7 @@ def text_of(tree: Any, leaf: Callable[[Any], str]) -> str:
 def map_inputs(
     function: Callable[[torch.Tensor], torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], replaced: Replaced
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """`map_tensors` of the arguments of a call, which are no container of the caller's."""
+    """`map_tensors` for the arguments of a call. (Tuple and dict of the arguments themselves are not the caller's.)"""
     known: Known = {}
     new_args = tuple([map_tensors(function, value, replaced, known) for value in args])
     return new_args, {name: map_tensors(function, value, replaced, known) for name, value in kwargs.items()}
@@ -274,7 +275,7 @@ def map_inputs(
 def cast_floating_point(
     dtype: torch.dtype, tree: Any, replaced: Replaced | None = None, known: Known | None = None
 ) -> Any:
-    """``tree`` with every floating-point tensor of another dtype cast to ``dtype``. The others: see `map_tensors`."""
+    """``tree`` with its floating-point tensors cast to ``dtype``. For ``replaced`` and ``known`` see `map_tensors`."""
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_floating_point() or tensor.dtype == dtype:
@@ -287,7 +288,7 @@ def cast_floating_point(
 def cast_inputs(
     cast: InputCast, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], replaced: Replaced
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """``args`` and ``kwargs`` for ``function``, those that ``cast`` names cast; ``replaced`` as in `map_tensors`."""
+    """``args`` and ``kwargs`` of ``function``, cast where ``cast`` names them. For ``replaced`` see `map_tensors`."""
 
     known: Known = {}
 
@@ -307,7 +308,7 @@ def cast_named(
     kwargs: dict[str, Any],
     convert: Callable[[torch.dtype, Any], Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """``args`` and ``kwargs`` of a function with these `argument_names`, those that ``cast`` names converted."""
+    """``args`` and ``kwargs`` of a function with these `argument_names`; those that ``cast`` names are converted."""
     assert cast.names is not None, "names to look for"
     positional, rest = names
     of_args = [*positional, *[rest] * max(0, len(args) - len(positional))]
@@ -319,7 +320,7 @@ def cast_named(
 
 
 def argument_names(function: Callable[..., Any]) -> tuple[tuple[str, ...], str]:
-    """Names of the positional arguments (without self), and of those that follow (``*args``)."""
+    """The names of the positional arguments (without self), and the name of ``*args`` ("" if there is none)."""
     return _argument_names(getattr(function, "__func__", function), inspect.ismethod(function))
 
 
@@ -335,7 +336,7 @@ def refuse_unknown_arguments(cast: InputCast | None, modules: Sequence[nn.Module
     """Refuse names of inputs to cast that no forward of ``modules`` has.
 
     Raises:
-        FSDPValueError: naming those that there are.
+        FSDPValueError: there is such a name; the message lists the arguments that there are.
     """
     if cast is None or cast.names is None:
         return
