@@ -223,6 +223,7 @@ def _settle(found: _Taken, options: _Options) -> FSDPError | None:
     leave_passes(states, _NAME, " For the parameters of a single module there, unshard() and reshard() that module.")
     try:
         for state in states:
+            # Unsharded parameters keep their values, as a backward that reads them would not be noticed in time.
             state.quiesce(frees=False)
             state.adopt_replaced()
         for group, params in found.items():
@@ -430,6 +431,7 @@ def _keep(taken: _Taken) -> None:
                 found[param] = _registered(param, _lent_of(group)[param])
     except FSDPError as raised:
         error = raised
+    # All ranks take part in this exchange, also one with an error: the others wait for it, and must hear of it.
     changed = _changed_anywhere(taken, None if error is not None else found)
     if error is not None:
         raise error

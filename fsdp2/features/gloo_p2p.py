@@ -128,6 +128,7 @@ class Exchange:
             line.kept[number] = self
             line.begun = number + 1
             line.recent.append(Record(number, self.label, PLACE.step, PLACE.phase))
+            # One call into C, see [Note: all or nothing].
             self._messages.extend(chain(receives, sends))
         except BaseException as failure:
             if len(self._messages) < len(sources) + len(targets):  # else it is Ctrl-C, and all were launched
@@ -288,6 +289,7 @@ def all_gather(
     exchange = Exchange(group, label)
     works.append(exchange)
     exchange.launch(parts, [input] * len(parts))
+    # This rank's own part is not sent; with a buffer that is gathered in place it is there already.
     if parts[rank].data_ptr() != input.data_ptr():
         parts[rank].copy_(input)
 
@@ -318,6 +320,7 @@ def reduce_scatter(
     received = arena.empty(received_numel, dtype=input.dtype, device=input.device, taken=exchange.taken)
     arrived = list(received.split(numel))
     exchange.output, exchange.is_mean = output, op == dist.ReduceOp.AVG
+    # This rank's own term is not sent. It is read from the input, which must not change before the sum.
     exchange.terms = [*arrived[:rank], parts[rank], *arrived[rank:]]
     works.append(exchange)
     exchange.launch(exchange.terms, parts)

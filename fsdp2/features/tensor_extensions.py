@@ -298,8 +298,10 @@ class ExtensionGather:
         local: Any = param.local
         if not hasattr(local, _PRE):
             return [self._input(each, self._plain_values(param))]
+        # An offloaded shard: the extension computes on the device.
         if local.device != mesh.device:
             local = local.to(mesh.device, non_blocking=True)
+        # The copy may be of a class that does not have the method.
         before = getattr(local, _PRE, None) or getattr(param.local, _PRE)
         if len(inspect.signature(before).parameters) == 1:
             inputs, each.metadata = before(mesh.shard_mesh)
@@ -342,6 +344,7 @@ class ExtensionGather:
 
     def _refuse_other_forms(self, inputs: list[list[tuple[torch.Tensor, _Form]]]) -> None:
         known = [each.forms for each in self._extended]
+        # The first time all ranks compare; later each compares with its own first time, without communication.
         if all(before is None for before in known):
             self._refuse_disagreement([[tensor for tensor, _ in given] for given in inputs])
         for each, given, before in zip(self._extended, inputs, known, strict=True):

@@ -150,6 +150,7 @@ def _blockers(state: State, known: Known) -> list[int]:
     for other in state.lines[waiting.line].ranks:
         theirs = known.get(other, Silence.NOT_YET)
         line = theirs.lines.get(waiting.line) if isinstance(theirs, State) else None
+        # A rank begins exchanges in the order of their numbers: it has begun all below ``begun``.
         if other != state.rank and (line is None or line.begun <= waiting.number):
             found.append(other)
     return found
