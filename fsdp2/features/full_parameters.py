@@ -217,7 +217,7 @@ def _settle(found: _Taken, options: _Options) -> FSDPError | None:
     """Bring the groups to rest, as before a state dict is taken. Returns this rank's reason not to go on, if any.
 
     Raises:
-            FSDPRuntimeError: a forward or backward is running, so nothing may be communicated.
+        FSDPRuntimeError: a forward or backward is running, so nothing may be communicated.
     """
     states: list[FSDPState] = list(dict.fromkeys(sharer for group in found for sharer in group.sharers))
     leave_passes(states, _NAME, " For the parameters of a single module there, unshard() and reshard() that module.")
