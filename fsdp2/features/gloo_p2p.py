@@ -133,6 +133,7 @@ class Exchange:
         except BaseException as failure:
             if len(self._messages) < len(sources) + len(targets):  # else it is Ctrl-C, and all were launched
                 self._fail(failure)
+                # The watchdog tells the others, who wait for a part that never comes.
                 line.broken.append(number)
                 if type(failure) is RuntimeError:  # gloo raises it if a connection is lost already
                     raise FSDPRuntimeError(LOST.text(self, failure)) from failure
@@ -173,6 +174,7 @@ class Exchange:
             raise FSDPRuntimeError(f"an exchange with other ranks has failed before: {self._failure}")
         if self._left is None:
             self._left = iter(self._messages)
+        # The watchdog's thread reads what is waited for.
         PLACE.waiting = self
         try:
             # Each message once: gloo would wait for another of the same tag. In C: Ctrl-C waits until all have arrived.
@@ -185,6 +187,7 @@ class Exchange:
         finally:
             PLACE.waiting = None
         if PLACE.stopped:
+            # The watchdog may have ended the wait by messages without content.
             self._failure = PLACE.stopped
             raise_stopped()
         self._parts = ((), ())

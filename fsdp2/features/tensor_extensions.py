@@ -274,6 +274,7 @@ class ExtensionGather:
             FSDPRuntimeError: raised on every rank, if the ranks would send different sizes.
         """
         inputs = [self._inputs_of(each) for each in self._extended]
+        # Before anything is sent: a rank with other sizes would let the others wait, or receive garbage.
         self._refuse_other_forms(inputs)
         self._staged = _Staged([tensor for given in inputs for tensor, _ in given], self._mesh, self.allocate)
         return self._staged.members
@@ -393,6 +394,7 @@ class ExtensionGather:
         for each in self._extended:
             if neighbours is not None:
                 self._keep_rests(each, neighbours)
+            # Metadata belongs to one gather, and may hold tensors.
             metadata, each.metadata = each.metadata, None
             self._make_unsharded(each, metadata)
 
@@ -445,6 +447,7 @@ class ExtensionGather:
         if each.is_made:
             after(outputs, metadata, param.param_dtype, out=param.unsharded)
         else:
+            # What the extension makes the first time stays the unsharded parameter, and is filled again from then on.
             unsharded, inner = after(outputs, metadata, param.param_dtype)
             # An inner tensor on an output is freed with that output.
             lying = {output.storage.data_ptr() for output in each.outputs}

@@ -199,6 +199,7 @@ class LocalOptimizer(Optimizer):
         for parameter in (each for group in self.param_groups for each in group["params"]):
             gradient = parameter.grad
             if gradient is not None:
+                # Like torch: a gradient that has a graph leaves it first.
                 gradient.detach_() if gradient.grad_fn is not None else gradient.requires_grad_(False)
                 local = _torch.plain_of(gradient)
                 alike[local.device, local.dtype].append(local)

@@ -308,6 +308,7 @@ class _Slots:
                 if known is not None and known.changes == SLICES.changes:
                     return known.slots(slices, delivered.locals())
             self = cls.of(parameters, [each.grad for each in parameters], slices)
+        # Worth remembering only if all gradients were delivered, and have one spread.
         if delivered is not None and self.written_unseen and self.device is not None:
             slot = self.slots[0]
             delivered.known[_Alike] = _Alike(slot.spread, slot.where, SLICES.changes, self.device, self.dtype)
@@ -540,6 +541,7 @@ def _total_norm(
         here = [_local_value(slot.groups if slot.counts else {}, norm, foreach, device) for slot in every]
         values = _added_up(list(zip(every, here, strict=True)), norm, further)
     value = norm.combine(torch.stack(values)) if values else norm.of_nothing(device)
+    # One number by now, whichever slots there are: other ranks of ``mesh`` may have other parameters.
     for group in further:
         value = _all_reduce(value, norm.op, group)
     total = norm.total(value).to(slots.dtype)
@@ -630,7 +632,7 @@ def _local_value(gradients: _Groups, norm: _Norm, foreach: bool | None, device: 
 
 def _norms_of(tensors: list[torch.Tensor], order: float, foreach: bool | None) -> list[torch.Tensor]:
     """The norm () of each of ``tensors``, in float32 or wider. They have one device and dtype, and none is empty."""
-    # In half precision the sum of squares would overflow.
+    # In half precision a sum of squares would overflow, or lose small terms.
     dtype = torch.float32 if tensors[0].dtype in (torch.float16, torch.bfloat16) else None
     if foreach is False:
         return [torch.linalg.vector_norm(each, order, dtype=dtype) for each in tensors]

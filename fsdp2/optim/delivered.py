@@ -121,6 +121,7 @@ class _Together(NamedTuple):
 
 def _picking(positions: tuple[int, ...]) -> Callable[[Sequence[Any]], Iterable[Any]]:
     """A function that takes the items at ``positions`` out of a sequence, in one call."""
+    # `itemgetter` of one position would return the item itself, not a sequence of one.
     if len(positions) > 1:
         return operator.itemgetter(*positions)
     return operator.itemgetter(slice(positions[0], positions[0] + 1) if positions else slice(0))

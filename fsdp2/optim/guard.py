@@ -327,6 +327,7 @@ def _shard_state(state: Any, sharded: torch.nn.Parameter) -> Any:
 
 def _shard_value(value: Any, sharded: Any) -> Any:
     owner = fsdp_param_of(sharded)
+    # State of another shape (a counter, factors of a matrix) has no rows to cut.
     if owner is None or not isinstance(value, torch.Tensor) or value.shape != sharded.shape:
         return value
     if isinstance(value, DTensor):

@@ -57,6 +57,7 @@ class Inside:
         self.may_have_runs = False
         for group in groups:
             params = group["params"]
+            # ``unit`` is 0 for a parameter that may be in no run, else an alignment in bytes.
             in_runs = [] if flat is None else [(each, unit) for each in params if (unit := flat(group, each))]
             self.may_have_runs = self.may_have_runs or len(in_runs) > 1
             self._targets.append(StepTargets(params, outside, flat=in_runs, earlier=earlier or []))
@@ -140,9 +141,9 @@ class Inside:
             step_with([tensors for tensors, _ in lent], optimizer, step)
         finally:
             del attributes["state"]
-            # Also after an exception, which may have come after some groups were stepped on.
             if before:
                 attributes["state"] = before[0]
+            # Also after an exception, which may have come after some groups were stepped on.
             made, start = list(inside.values()), 0
             for targets, (tensors, _) in zip(self._targets, lent, strict=True):
                 targets.swap_out(made[start : start + len(tensors)])

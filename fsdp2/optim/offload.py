@@ -234,6 +234,7 @@ class _OnDeviceState(MutableMapping[Any, Any]):
         self._lanes.join()
 
     def __setitem__(self, parameter: Any, state: Any) -> None:
+        # The optimizer makes a state in its first step: it is on the device, and has no copy on the host to go back to.
         self.kept[parameter] = state
         self._ahead.discard(parameter)
         if parameter in self._group_of and self._chooses(parameter):
@@ -300,6 +301,7 @@ class OptimizerStateOffload:
             for parameter, state in self._states(optimizer):
                 moved = {key: value for key, value in state.items() if _is_moved(value)}
                 here = {key: _on_device(value, parameter.device, copies) for key, value in moved.items()}
+                # One parameter after the other, so that only one state is in both memories at a time.
                 for room, local in copies:
                     room.copy_(local, non_blocking=True)
                 copies.clear()

@@ -246,6 +246,7 @@ class _StandIn:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """None for ``step``, as they have been stepped on by then; the optimizer's groups for everyone else."""
+        # Hooks and profilers want the groups; only ``step`` of the class is told that there are none.
         if sys._getframe(1).f_code.co_name != "step":
             return self._optimizer.param_groups
         if self._to_do:

@@ -43,8 +43,8 @@ class StepStateCache:
         if self._can_keep:
             self._kept[:] = [state]
 
-    # A weak reference calls its function when the buffer is dropped. The function holds the list, not this object.
     def _watch(self, params: Iterable[torch.Tensor]) -> None:
+        # A weak reference calls its function when the buffer is dropped. The function holds the list, not this object.
         kept, buffers = self._kept, _buffers_below(params)
         self._can_keep = buffers is not None
         self._watched = [weakref.ref(each, lambda _: kept.clear()) for each in buffers or ()]

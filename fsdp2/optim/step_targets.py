@@ -476,6 +476,7 @@ class StepTargets:
                 found = flat_run.run.tensors()
                 if found is None:
                     return None
+                # The optimizer sees one tensor with one gradient.
                 found[0].grad = found[1]
                 tensors.append(found[0])
         states = [flat_run.state for flat_run in self.flats]
@@ -602,6 +603,7 @@ class LentState(MutableMapping[Any, Any]):
     def __setitem__(self, key: Any, state: Any) -> None:
         parameter = self._outer.get(key, key)
         self._outside[parameter] = {} if isinstance(parameter, DTensor) else state
+        # `_Through` turns the values into DTensors.
         if isinstance(parameter, DTensor):
             self[key].update(state)
 

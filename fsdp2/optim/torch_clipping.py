@@ -62,7 +62,7 @@ def clip_grad_norm_(
     alike = None if foreach is False else _Alike.of_parameters(every)
     total = None if alike is None else alike.total_norm(norm_type, error_if_nonfinite)
     if alike is None or total is None:
-        # An iterator that was empty is passed on, as torch warns of it; what was in another has been taken out.
+        # A generator that was empty is passed on, as torch warns of it; another one has been used up.
         given = parameters if isinstance(parameters, types.GeneratorType) and not every else every
         return _torchs_clip_norm(given, max_norm, norm_type, error_if_nonfinite, foreach)
     alike.scale(max_norm, total)

@@ -84,6 +84,7 @@ def _of_all(rank: int, seen: Mapping[int, None], known: Known) -> Verdict:
         names = ", ".join(f"rank {each} {Silence.GONE.value}" for each in gone)
         return Verdict(True, True, f"{what}, and {names}.\n{_table(seen, known)}\n{FEWER}", gone)
     complete = Silence.NOT_YET not in states.values()
+    # Ranks that wait for nobody may come some time. If there are none among them, all wait for each other.
     slow = [each for each, state in states.items() if isinstance(state, Silence) or not _blockers(state, known)]
     if slow or not complete:
         names = ", ".join(_of_slow(each, states[each]) for each in slow) or "others have not answered yet"
