@@ -1,7 +1,7 @@
 """Every use of a private or version-dependent name of torch, and nothing else.
 
 Each entry says why it is needed, and where versions of torch differ. All were seen to work on 2.11, 2.13 and 2.15.
-`fsdp2._torch_names` has the table of them, which is probed before this is imported.
+`fsdp2._torch_names` has a table of these names, which is probed before this is imported.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from torch.utils.hooks import RemovableHandle
 from fsdp2 import _torch_names
 from fsdp2._torch_names import has, need
 
-# `all_gather_single` / `reduce_scatter_single` are the names from 2.13 on, where the older ones warn. Looked
-# up at every call, so that a program which patches or wraps the function sees the traffic.
+# torch 2.13 renamed these functions, and warns of the older names. They are looked up at every call, so that a program
+# which patches or wraps them sees the traffic.
 _ALL_GATHER = "all_gather_single" if has("torch.distributed:all_gather_single") else "all_gather_into_tensor"
 _REDUCE_SCATTER = "reduce_scatter_single" if has("torch.distributed:reduce_scatter_single") else "reduce_scatter_tensor"
 
 
-# The functions as torch defines them, and the methods of process groups that they end in.
+# The functions as torch defines them, and the methods of process groups that they call.
 _FUNCTIONS = vars(dist)
 _ORIGINALS = (getattr(dist, _ALL_GATHER), getattr(dist, _REDUCE_SCATTER))
 _ALL_REDUCE = dist.all_reduce
 _ALL_GATHER_METHOD = (
     "all_gather_single" if has("torch.distributed:ProcessGroup.all_gather_single") else "_allgather_base"
 )
-_COALESCED_GATHER = "allgather_into_tensor_coalesced"  # of the torch that has the older names
-_FORGETS_OPTIONS = _ALL_GATHER_METHOD == "_allgather_base"  # their manager, of coalesced gathers
+_COALESCED_GATHER = "allgather_into_tensor_coalesced"  # in versions with the older names
+_FORGETS_OPTIONS = _ALL_GATHER_METHOD == "_allgather_base"  # these versions' coalescing manager does, for all-gathers
 _REDUCE_SCATTER_METHOD = (
     "reduce_scatter_single" if has("torch.distributed:ProcessGroup.reduce_scatter_single") else "_reduce_scatter_base"
 )
@@ -79,8 +79,8 @@ def all_gather_single(
 ) -> dist.Work | None:
     """Gather ``input`` (n,) of every rank into ``output`` (world_size * n,) in rank order.
 
-    Straight through the process group's method, which saves 2 us (8 on 2.15), unless a program has put something else
-    in the place of the function.
+    It calls the process group's method, which saves 2 us (8 on 2.15), unless a program has replaced the function of
+    ``torch.distributed``.
     """
     if _FUNCTIONS[_ALL_GATHER] is not _ORIGINALS[0] or output.is_complex():
         return _FUNCTIONS[_ALL_GATHER](output, input, group=group, async_op=async_op)  # type: ignore[no-any-return]
@@ -93,8 +93,8 @@ def all_gather_single(
 def reduce_scatter_single(
     output: torch.Tensor, input: torch.Tensor, op: Any, group: dist.ProcessGroup, async_op: bool
 ) -> dist.Work | None:
-    """Reduce ``input`` (world_size * n,) over the ranks; ``output`` (n,) is this rank's part. See the other."""
-    if output.is_complex():  # gathers and all-reduces do this themselves
+    """Reduce ``input`` (world_size * n,) over the ranks; ``output`` (n,) is this rank's. See `all_gather_single`."""
+    if output.is_complex():  # torch's all-gathers and all-reduces do this themselves
         output, input = _as_real(output), _as_real(input)
     if _FUNCTIONS[_REDUCE_SCATTER] is not _ORIGINALS[1]:
         return _FUNCTIONS[_REDUCE_SCATTER](output, input, op=op, group=group, async_op=async_op)  # type: ignore[no-any-return]
@@ -107,12 +107,12 @@ def reduce_scatter_single(
 
 
 def all_gather_batched(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """The same, inside of `coalescing`."""
+    """`all_gather_single` for use inside of `coalescing`."""
     _FUNCTIONS[_ALL_GATHER](output, input, group=group)
 
 
 def reduce_scatter_batched(output: torch.Tensor, input: torch.Tensor, op: Any, group: dist.ProcessGroup) -> None:
-    """The same, inside of `coalescing`."""
+    """`reduce_scatter_single` for use inside of `coalescing`."""
     if output.is_complex():
         output, input = _as_real(output), _as_real(input)
     _FUNCTIONS[_REDUCE_SCATTER](output, input, op=op, group=group)
@@ -123,22 +123,23 @@ def _as_real(flat: torch.Tensor) -> torch.Tensor:
 
 
 def send(tensor: torch.Tensor, target: int, group: dist.ProcessGroup, tag: int) -> dist.Work:
-    """Begin to send ``tensor`` to the rank ``target`` of ``group``: `dist.isend` at a third of its host time."""
+    """Begin to send ``tensor`` to rank ``target`` of ``group``: `dist.isend` at a third of its host time."""
     work: dist.Work = group.send([tensor], target, tag)
     return work
 
 
 def receive(tensor: torch.Tensor, source: int, group: dist.ProcessGroup, tag: int) -> dist.Work:
-    """Begin to receive into ``tensor`` what the rank ``source`` of ``group`` sends with ``tag``."""
+    """Begin to receive into ``tensor`` what rank ``source`` of ``group`` sends with ``tag``."""
     work: dist.Work = group.recv([tensor], source, tag)
     return work
 
 
 @contextmanager
 def coalescing(group: dist.ProcessGroup) -> Iterator[None]:
-    """Batch the all-gathers, or the reduce-scatters, issued inside into one launch (there is no public form).
+    """Batch the all-gathers, or the reduce-scatters, issued inside into one launch. (There is no public form.)
 
-    After an exception nothing was launched; torch's own manager would then take the group for batching for ever.
+    If an exception leaves the block, nothing is launched, and the group is reset: torch's manager would leave it
+    batching for ever.
     """
     try:
         with dist.distributed_c10d._coalescing_manager(group=group):
@@ -151,7 +152,7 @@ def coalescing(group: dist.ProcessGroup) -> Iterator[None]:
 
 
 def _gather_coalesced(batched: list[Any], group: dist.ProcessGroup) -> None:
-    """Launch all-gathers on the current stream: torch would forget to tell the backend that, which has its own."""
+    """Launch batched all-gathers on the current stream: torch drops the option, and the backend would use its own."""
     if batched and batched[0].redop is None:  # reductions have an operation
         outputs, inputs = [each.dst_tensor for each in batched], [each.tensor for each in batched]
         work = getattr(group, _COALESCED_GATHER)(outputs, inputs, _GATHER_OPTIONS[False])
@@ -161,7 +162,7 @@ def _gather_coalesced(batched: list[Any], group: dist.ProcessGroup) -> None:
 
 
 def make_dtensor(local: torch.Tensor, spec: Any) -> DTensor:
-    """A DTensor over ``local`` with a ready ``DTensorSpec``: 1.6 us, where `DTensor.from_local` takes 16."""
+    """A DTensor over ``local`` with a ready ``DTensorSpec``. It takes 1.6 us, `DTensor.from_local` 16."""
     return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg,arg-type]
 
 
@@ -169,7 +170,7 @@ _VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
 class _RunsOperators(TorchDispatchMode):
-    """Sends the operators on subclasses of `OwnOperators` to them. (Up to 2.12, where DTensor's C++ takes them all.)"""
+    """Sends operators on subclasses of `OwnOperators` to these. (Up to 2.12, where DTensor's C++ takes all of them.)"""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         owner = next((each for each in types if issubclass(each, OwnOperators)), None)
@@ -177,7 +178,7 @@ class _RunsOperators(TorchDispatchMode):
 
 
 SETS_ITEMS_AS_DTENSORS = _VERSION < (2, 13)
-"""Whether ``dtensor[...] = value`` runs operators of DTensor on all that it meets, of the class below too."""
+"""Whether ``dtensor[...] = value`` runs DTensor's operators on all operands, also on those of `OwnOperators`."""
 
 
 class OwnOperators(DTensor):
@@ -185,7 +186,7 @@ class OwnOperators(DTensor):
 
     @classmethod
     def run_operator(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the ``OpOverload`` ``func``, of whose arguments one (or an element of a list) is of this class."""
+        """Run the ``OpOverload`` ``func``. One of its arguments (or an element of a list) is of this class."""
         raise NotImplementedError
 
     @classmethod
@@ -207,13 +208,13 @@ class OwnOperators(DTensor):
 
 
 Undo = Callable[[], None]
-"""Takes back what the function that returns it has done to torch. What others have put over it since stays."""
+"""Undoes a change of torch. If somebody else has replaced it again since, that stays."""
 
 
 def handle_operators(handlers: Mapping[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]) -> Undo:
     """Let DTensor call ``handler(func, args, kwargs)`` for these ``OpOverload``s, as torch's ``loss_parallel`` does.
 
-    (2.11 to 2.15: its dispatcher looks every operator up in this dict, in C++.)
+    (2.11 to 2.15. In C++ its dispatcher looks every operator up in this dict.)
     """
     known = DTensor._op_dispatcher._custom_op_handlers
     before = {func: known[func] for func in handlers if func in known}
@@ -228,7 +229,7 @@ def handle_operators(handlers: Mapping[Any, Callable[[Any, tuple[Any, ...], dict
 
 
 def run_unhandled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run ``func``, which has a handler, as DTensor would without it."""
+    """Run ``func``, which has a handler, as DTensor would run it without one."""
     handlers = DTensor._op_dispatcher._custom_op_handlers
     handler = handlers.pop(func)
     try:
@@ -239,17 +240,17 @@ def run_unhandled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 @functools.cache
 def collective_operators() -> tuple[Any, ...]:
-    """The operators of ``torch.distributed``'s collectives, which no DTensor can be passed to."""
+    """The operators of ``torch.distributed``'s collectives, which take no DTensors."""
     names = ("allgather_", "allreduce_", "broadcast_", "reduce_", "reduce_scatter_", "scatter_", "gather_", "send")
     packets = [getattr(torch.ops.c10d, name) for name in names if hasattr(torch.ops.c10d, name)]
     return tuple(getattr(packet, overload) for packet in packets for overload in packet.overloads())
 
 
 def replace_truncated_normal(ours: Callable[..., Any]) -> Undo:
-    """Let `nn.init.trunc_normal_` call ``ours(draw, tensor, mean, ...)``; ``draw``: what it does to a plain tensor.
+    """Let `nn.init.trunc_normal_` call ``ours(draw, tensor, mean, ...)``, where ``draw`` fills a plain tensor.
 
-    From 2.13 on it draws again while ``any`` element is out of range, which of a DTensor each rank sees of its own part
-    only. (2.11 to 2.15.)
+    In 2.13 and later torch draws again while ``any`` element is out of range. For a DTensor each rank would see only
+    its own part. (2.11 to 2.15.)
     """
     name = "_no_grad_trunc_normal_" if has("torch.nn.init:_no_grad_trunc_normal_") else "trunc_normal_"
     draw = getattr(nn.init, name)
@@ -268,7 +269,7 @@ def _put(owner: Any, name: str, ours: Any) -> Undo:
 
 
 def written_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments that the ``OpOverload`` ``func`` writes, in the order of its schema: self, or ``out=``."""
+    """The arguments that the ``OpOverload`` ``func`` writes, in the order of its schema: ``self``, or ``out=``."""
     written = []
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -277,48 +278,48 @@ def written_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 
 def operator_name(func: Any) -> str:
-    """The name of an ``OpOverload`` without namespace and overload: ``add_``."""
+    """The name of an ``OpOverload`` without namespace and overload, such as ``add_``."""
     return str(func._schema.name).partition("::")[2]
 
 
 def norm_partial(order: float) -> Placement:
-    """The placement of norms of the parts of a tensor, whose norm is had by ``redistribute`` (``order`` >= 0)."""
+    """The placement of partial norms, from which ``redistribute`` computes the norm of all parts (``order`` >= 0)."""
     if order == math.inf:
         return Partial("max")
     return Partial("sum") if order == 0 else _NormPartial(order)
 
 
-# What lies under a DTensor, without the autograd edge that `to_local()` adds. (A C-level attribute getter.)
+# The local tensor of a DTensor, without the autograd edge that `to_local()` adds. (A C-level attribute getter.)
 local_of: Callable[[torch.Tensor], torch.Tensor] = operator.attrgetter("_local_tensor")
 
 
 def plain_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The same; a tensor that is no DTensor itself."""
+    """The local tensor of a DTensor; any other tensor itself."""
     return local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
-# The DTensorSpec object; `p`, `p.grad` and the plan share one, or every foreach call compares specs slowly.
+# The DTensorSpec. `p`, `p.grad` and the plan share one object, or every foreach call would compare specs slowly.
 spec_of: Callable[[torch.Tensor], Any] = operator.attrgetter("_spec")
 
 
-# Counts in-place writes, in most ways: DTensor's operators, but neither foreach and fused ones nor those on `.data`.
 use_count: Callable[[torch.Tensor], int] = operator.methodcaller("_use_count")
 """How many hold a tensor: Python (one), a node that takes its gradient, each node that has saved it. (2.11 to 2.15.)"""
 
+# Counts most in-place writes: DTensor's operators, but neither foreach and fused ones nor those on `.data`.
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether it has a shape and a device, and no values."""
+    """Whether ``tensor`` has a shape and a device, but no values."""
     return isinstance(tensor, FakeTensor)
 
 
 BACKWARD_FUNCTION = "_engine_run_backward"
-"""In whose frame every backward of a thread runs."""
+"""The function in whose frame every backward of a thread runs."""
 
 
 def share_version(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether an in-place write to ``other`` counts in the version of ``one``, as of a view."""
+    """Whether an in-place write to ``other`` counts in the version of ``one``, as for a view."""
     before = one._version
     with torch.autograd._unsafe_preserve_version_counter(other):  # type: ignore[attr-defined]
         torch.autograd.graph.increment_version(other)
@@ -326,11 +327,11 @@ def share_version(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 untyped_storage: Callable[[torch.Tensor], torch.UntypedStorage] = torch._C.TensorBase.untyped_storage
-"""Another object once ``tensor.data`` was set: of a DTensor that is all that changes, for its local tensor stays."""
+"""Returns another object once ``tensor.data`` was set. For a DTensor nothing else changes: its local tensor stays."""
 
 
 def is_of_several(hook: Callable[..., Any]) -> bool:
-    """Whether ``hook`` is what `torch.autograd.graph.register_multi_grad_hook` hangs on each of its tensors."""
+    """Whether ``hook`` is one that `torch.autograd.graph.register_multi_grad_hook` registers on each of its tensors."""
     code = getattr(hook, "__code__", None)
     return code is not None and code.co_filename == _OF_SEVERAL and code.co_name in ("inner_hook", "wrapped_fn")
 
@@ -339,39 +340,39 @@ _OF_SEVERAL = torch.autograd.graph.register_multi_grad_hook.__code__.co_filename
 
 
 def set_local(dtensor: torch.Tensor, local: torch.Tensor) -> None:
-    """Let ``dtensor`` lie on ``local`` (same shape, dtype and device): the one way that keeps its identity."""
+    """Let ``dtensor`` lie on ``local`` (same shape, dtype and device): the only way that keeps its identity."""
     dtensor._local_tensor = local  # type: ignore[attr-defined]
 
 
 def chunk_cat(tensors: Sequence[torch.Tensor], num_chunks: int, out: torch.Tensor) -> None:
-    """Pack ``tensors`` rank-major into ``out`` (num_chunks, n): dim 0 of each is cut into ``num_chunks`` chunks
-    of ceil(size0 / num_chunks) rows, short ones padded with zeros. One kernel for any number of tensors."""
+    """Pack ``tensors`` rank-major into ``out`` (num_chunks, n). Dim 0 of each is cut into ``num_chunks`` chunks of
+    ceil(size0 / num_chunks) rows, and short ones are padded with zeros. One kernel for any number of tensors."""
     torch._chunk_cat(tensors, 0, num_chunks, out=out)  # type: ignore[arg-type]
 
 
 foreach_copy: Callable[..., Any] = torch._foreach_copy_
-"""``(destinations, sources, non_blocking=False)``: copy each source into its destination. On a device in one kernel if
-each is dense and lies as its destination does, and all of these are of one dtype; else in one for each."""
+"""``(destinations, sources, non_blocking=False)``: copy each source into its destination. On a device this is one
+kernel, if each is dense and has its destination's strides, and all have one dtype; else one kernel for each."""
 
 
 def copy_columns(matrix: torch.Tensor, widths: Sequence[int], columns: list[torch.Tensor]) -> None:
-    """Copy ``widths`` columns of ``matrix`` (rows, n), which they make up, into each of ``columns``: one kernel for
-    all on a device, if all are dense."""
+    """Copy the columns of ``matrix`` (rows, n) into ``columns``, which have these ``widths``. On a device this is one
+    kernel, if all are dense."""
     torch.split_with_sizes_copy(matrix, list(widths), dim=1, out=columns)
 
 
 def foreach_zero(tensors: list[torch.Tensor]) -> None:
-    """Fill each of ``tensors`` with zeros, one kernel on accelerators."""
+    """Fill each of ``tensors`` with zeros: one kernel on accelerators."""
     torch._foreach_zero_(tensors)
 
 
 def foreach_norm(tensors: list[torch.Tensor], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
-    """The norm () of each of ``tensors``, taken in ``dtype`` if given: a few kernels for all on accelerators."""
+    """The norm () of each of ``tensors``, computed in ``dtype`` if given: a few kernels for all on accelerators."""
     return list(torch._foreach_norm(tensors, order, dtype=dtype))
 
 
 def foreach_mul(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply each of ``tensors`` by ``factor`` (), on their device, in place."""
+    """Multiply each of ``tensors`` by ``factor`` (), which is on their device, in place."""
     torch._foreach_mul_(tensors, factor)
 
 
@@ -382,9 +383,9 @@ def foreach_clamp(tensors: list[torch.Tensor], least: float, most: float) -> Non
 
 
 def unscale(tensors: list[torch.Tensor], found: torch.Tensor, factor: torch.Tensor) -> None:
-    """Multiply ``tensors``, of one device and dtype, by ``factor``; set ``found`` to 1 if one was not finite.
+    """Multiply ``tensors``, of one device and dtype, by ``factor``; set ``found`` to 1 if an element was not finite.
 
-    What ``torch.amp.GradScaler`` calls: one kernel on accelerators, public nowhere.
+    ``torch.amp.GradScaler`` calls the same: one kernel on accelerators. It has no public name.
     """
     if _CHECKS_ALL:
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, factor)
@@ -403,7 +404,7 @@ def storage_use_count(storage: torch.UntypedStorage) -> int:
 
 
 can_swap_memory = has("torch:UntypedStorage._swap_data_ptr_")
-"""From 2.13 on."""
+"""True on 2.13 and later."""
 
 
 def swap_memory(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
@@ -412,7 +413,7 @@ def swap_memory(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
 
 
 def without_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
-    """An optimizer class's ``step`` without the wrapper that calls hooks, which its first instance gave it."""
+    """The ``step`` of an optimizer class, without the wrapper for hooks that its first instance puts around it."""
     while getattr(step, "hooked", False):
         step = step.__wrapped__  # type: ignore[attr-defined]
     return step
@@ -421,7 +422,8 @@ def without_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
 def around_zero_grad(owner: Any, action: Callable[[Any, bool], Callable[[], None]]) -> Undo:
     """Let ``zero_grad`` of all instances of ``owner`` (and of subclasses that call it) call ``action`` first.
 
-    With the instance, and whether gradients are set to None; what it returns is called last. (There is no hook for it.)
+    ``action`` gets the instance, and whether gradients are set to None. It returns a function, which is called last.
+    (torch has no hook for this.)
     """
     original = owner.zero_grad
 
@@ -440,24 +442,24 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
 
 
 current_backward: Callable[[], int] = torch._C._current_graph_task_id  # type: ignore[attr-defined]
-"""The number of the backward pass that the calling thread is inside of, -1 if of none."""
+"""The number of the backward pass that the calling thread is inside of; -1 outside."""
 
 
 def on_host(number: torch.Tensor) -> float:
-    """The value of ``number`` (), float32 or float64 in host memory, without an operator, which would seem to wait."""
+    """The value of ``number`` (), float32 or float64 in host memory. An operator would look like a wait to tools."""
     kind = ctypes.c_double if number.dtype is torch.float64 else ctypes.c_float
     return kind.from_address(number.data_ptr()).value
 
 
 def memory_of(tensor: torch.Tensor) -> ctypes.Array[ctypes.c_char]:
-    """That of ``tensor``, contiguous on the host, for as long as it lives: read without an operator, as `on_host`."""
+    """The memory of ``tensor``, contiguous on the host, valid while it lives. Like `on_host` it runs no operator."""
     return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
 
 
 def replace_run_backward(ours: Callable[..., Any]) -> Undo:
     """Let backwards begin with ``ours(run, outputs, gradients, retain_graph, create_graph, inputs, ...)``.
 
-    ``run`` is torch's. (2.11 to 2.15: `torch.autograd.backward` and `torch.autograd.grad` pass these by position.)
+    ``run`` is torch's function. (2.11 to 2.15: `torch.autograd.backward` and `grad` pass these by position.)
     """
     run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
     return _put(torch.autograd, "_engine_run_backward", functools.partial(ours, run))
@@ -474,7 +476,7 @@ def backward_will_execute(node: Any) -> bool:
 
 
 def is_released(node: Any) -> bool:
-    """Whether a backward without ``retain_graph`` has run ``node``, of an `autograd.Function`."""
+    """Whether a backward without ``retain_graph`` has run ``node``, which belongs to an `autograd.Function`."""
     try:
         node.saved_tensors  # noqa: B018
     except RuntimeError:
@@ -483,12 +485,12 @@ def is_released(node: Any) -> bool:
 
 
 def order_of(node: Any) -> int:
-    """Higher for nodes of autograd's graph that were created later, in one thread."""
+    """A number that is higher for nodes of autograd's graph that one thread has created later."""
     return node._sequence_nr()  # type: ignore[no-any-return]
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """The identity of the storage that ``tensor`` (a DTensor's local tensor) lies on, 0 if it has none (sparse)."""
+    """The identity of the storage of ``tensor`` (of a DTensor's local tensor); 0 if it has none (sparse)."""
     tensor = local_of(tensor) if isinstance(tensor, DTensor) else tensor
     return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else 0  # type: ignore[attr-defined]
 
@@ -497,23 +499,23 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def without_grad() -> AbstractContextManager[Any]:
-    """`torch.no_grad()`, at no cost where grad mode is off already, as in a backward without ``create_graph``."""
+    """`torch.no_grad()`; free where grad mode is off already, as in a backward without ``create_graph``."""
     return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
 
 
 plain_attributes: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
 """Inside, attributes of DTensors (`grad`, `requires_grad`, `_version`, hooks) are read and set at half the cost: torch
-looks for no ``__torch_function__``, of which DTensor has none. Not around code of the user's. Seen on 2.11 to 2.15."""
+does not look for ``__torch_function__``, which DTensor does not have. Not for the user's code. Seen on 2.11 to 2.15."""
 
 
 def in_range(name: str) -> AbstractContextManager[Any]:
-    """What runs inside is shown as ``name`` by profilers. Free where none records."""
+    """Profilers show what runs inside as ``name``. Free where none records."""
     return torch.profiler.record_function(name) if profiler._is_profiler_enabled else _NOTHING
 
 
 tensor_hooks: Callable[[torch.Tensor], dict[int, Callable[[torch.Tensor], torch.Tensor | None]] | None]
 tensor_hooks = operator.attrgetter("_backward_hooks")
-"""The hooks of `Tensor.register_hook`; autograd calls them only for what is in its graph."""
+"""The hooks of `Tensor.register_hook`; autograd calls them only for tensors in its graph."""
 
 post_accumulate_grad_hooks: Callable[[torch.Tensor], dict[int, Callable[[torch.Tensor], None]] | None]
 post_accumulate_grad_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
@@ -523,7 +525,7 @@ post_accumulate_grad_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
 def prepend_forward_hook(module: torch.nn.Module, hook: Callable[..., Any]) -> RemovableHandle:
     """Let ``hook(module, args, kwargs)`` run before ``module``'s forward, and before the hooks that it has.
 
-    Dynamo of 2.11 guards hooks by the order in which they were put into their dict, where ``prepend`` moves them.
+    Dynamo of 2.11 guards hooks in the order in which they were put into their dict, which ``prepend`` does not keep.
     """
     handle = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
     hooks = module._forward_pre_hooks
@@ -542,9 +544,9 @@ if has("torch.distributed._composable.contract:REGISTRY_KEY") and has(
     _COMPOSED: type = RegistryItem
 else:
     COMPOSED, _COMPOSED = "_fsdp2_registry", object
-"""In ``module.__dict__``: by name, the composable functions (``fully_shard``, ``replicate``) that were called on it.
+"""The key in ``module.__dict__`` of the composable functions (``fully_shard``, ``replicate``) called on it, by name.
 
-(As an attribute it would be there of wrappers that hand on those of what they wrap, as torch's for checkpoints do.)
+(It is no attribute: wrappers that pass on attributes of what they wrap, as torch's for checkpoints, would have it too.)
 """
 
 if has("torch.distributed._composable_state:_module_state_mapping"):
@@ -559,12 +561,12 @@ def compose(module: torch.nn.Module, name: str) -> None:
 
 
 def map_state(module: torch.nn.Module, state: object) -> None:
-    """Note that ``state`` is what a composable function has made of ``module``, where programs look for it."""
+    """Note ``state`` as the state that a composable function has made for ``module``, where programs look for it."""
     _states[module] = weakref.ref(state)  # type: ignore[arg-type]
 
 
 def decompose(module: torch.nn.Module, name: str) -> None:
-    """It was undone."""
+    """Undo `compose` and `map_state`."""
     _states.pop(module, None)
     registry = module.__dict__.get(COMPOSED, {})
     registry.pop(name, None)
@@ -590,27 +592,27 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
 
 
 def revive_mesh(mesh: DeviceMesh, live: DeviceMesh) -> None:
-    """Make ``mesh``, an equal one whose process groups may be gone, the same as ``live``."""
+    """Let ``mesh``, which equals ``live`` but may have lost its process groups, share everything with ``live``."""
     mesh.__dict__.update(live.__dict__)
 
 
 def make_spec(
     mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
 ) -> Any:
-    """A DTensorSpec: what a DTensor knows of itself."""
+    """A DTensorSpec, which describes a DTensor."""
     meta = TensorMeta(torch.Size(shape), tuple(stride), dtype)
     return DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
 
 
 def spec_with_dtype(spec: Any, dtype: torch.dtype) -> Any:
-    """``spec`` itself if it is of ``dtype``, else a copy that is."""
+    """``spec`` itself if it has ``dtype``, else a copy that has."""
     if spec.tensor_meta.dtype == dtype:
         return spec
     return make_spec(spec.mesh, spec.placements, spec.tensor_meta.shape, spec.tensor_meta.stride, dtype)
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:
-    """Shards of ``dim`` by a mesh dim left of others that cut the same dim first, into ``split_factor`` parts."""
+    """The placement of a mesh dim left of others that cut ``dim`` first, into ``split_factor`` parts."""
     return _StridedShard(dim, split_factor=split_factor)
 
 
@@ -620,12 +622,12 @@ def is_shard(placement: Placement) -> bool:
 
 
 def wait_for_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, or what it stands for if it is the result of a functional collective under way."""
+    """``tensor``; or its values, once they have arrived, if it is the result of a functional collective."""
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor  # type: ignore[no-any-return]
 
 
 def grad_dtype_policy(parameter: torch.Tensor) -> tuple[bool, torch.dtype | None]:
-    """Whether the user set ``parameter.grad_dtype``, and to what. (Up to 2.14 only one that differs is noticed.)"""
+    """Whether the user set ``parameter.grad_dtype``, and to what. (Up to 2.14 only another dtype is noticed.)"""
     dtype: torch.dtype | None = parameter.grad_dtype
     explicit = parameter._has_grad_dtype_override if _KNOWS_OVERRIDE else dtype != parameter.dtype  # type: ignore[attr-defined]
     return bool(explicit), dtype
@@ -635,11 +637,11 @@ _KNOWS_OVERRIDE = has("torch:Tensor._has_grad_dtype_override")
 
 
 reduces_in_grad_dtype = _VERSION >= (2, 15)
-"""Whether ``reduce_dtype=None`` means each parameter's ``grad_dtype`` (from 2.15 on) rather than ``param_dtype``."""
+"""Whether ``reduce_dtype=None`` means each parameter's ``grad_dtype`` (since 2.15) rather than ``param_dtype``."""
 
 
 def unobserved() -> AbstractContextManager[Any]:
-    """No dispatch mode (such as ``CommDebugMode``) sees what runs inside."""
+    """Inside, no dispatch mode (such as ``CommDebugMode``) sees operators."""
     return _disable_current_modes()
 
 
@@ -649,7 +651,7 @@ functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_act
 
 @contextmanager
 def without_functorch() -> Iterator[None]:
-    """What runs inside is no part of the functorch transforms that are being applied; it may make parameters."""
+    """Inside, functorch transforms that are being applied have no effect, and parameters can be made."""
     need(_torch_names.TRANSFORMS)
     from torch._functorch.eager_transforms import enable_inplace_requires_grad  # a transform has imported it
 
@@ -661,27 +663,27 @@ can_premultiply = has("torch.distributed:_make_nccl_premul_sum")
 
 
 def premultiplied_sum(factor: float) -> Any:
-    """The reduce op of NCCL that multiplies by ``factor`` before it sums."""
+    """NCCL's reduce operation that multiplies by ``factor`` before it sums."""
     return dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Which backend of ``group`` serves ``device``: "nccl", "gloo", ...; "" if none does.
+    """The name of the backend of ``group`` for ``device``: "nccl", "gloo", ...; "" if there is none.
 
-    "" of a group that is written in Python too, even over one of these: its own methods are what communicates.
+    A group that is written in Python has "" too, even if it wraps one of these: its own methods communicate.
     """
     return group._get_backend(device).name().lower() if _has_backend(group, device) else ""
 
 
 def backend_names(group: dist.ProcessGroup | None) -> list[str]:
-    """Those of all devices that ``group`` serves."""
+    """The names of the backends of all devices that ``group`` serves."""
     if type(group) is not dist.ProcessGroup:
         return []
     return [group._get_backend(each).name().lower() for each in group._device_types]
 
 
 def coalesces(group: dist.ProcessGroup) -> bool:
-    """Whether `coalescing` works on ``group``'s accelerator: gloo would read the device's addresses on the host."""
+    """Whether `coalescing` works on ``group``'s accelerator: gloo would read device addresses on the host."""
     if type(group) is not dist.ProcessGroup:
         return True
     accelerators = [device for device in group._device_types if device.type != "cpu"]
@@ -689,7 +691,7 @@ def coalesces(group: dist.ProcessGroup) -> bool:
 
 
 def knows_group(group: dist.ProcessGroup) -> bool:
-    """Whether torch.distributed knows ``group``: it was not destroyed."""
+    """Whether torch.distributed knows ``group``, so it was not destroyed."""
     return group in dist.distributed_c10d._world.pg_group_ranks
 
 
@@ -697,7 +699,7 @@ def begun_over_groups() -> dict[dist.ProcessGroup, int]:
     """How many collectives and messages this rank has begun over each of its groups whose backend counts them."""
     found = {}
     for group in list[Any](dist.distributed_c10d._world.pg_group_ranks):
-        with suppress(RuntimeError, AttributeError):  # a number stands for those that it is not in
+        with suppress(RuntimeError, AttributeError):  # for groups that this rank is not in, there is a number here
             found[group] = group._get_sequence_number_for_group()
     return found
 
@@ -707,7 +709,7 @@ _TCP_STORE: Any = vars(dist)["TCPStore"]
 
 
 def shared_store(prefix: str) -> tuple[Any, str]:
-    """What all ranks of the default process group share, with keys of its own, whose prefix is returned as well."""
+    """A store that all ranks of the default process group share, with keys of its own; and the prefix of these keys."""
     default = _c10d._get_default_store()
     token = default.compare_set(f"{prefix}/token", "", uuid.uuid4().hex).decode()
     own = f"{prefix}/{token}"
@@ -715,9 +717,9 @@ def shared_store(prefix: str) -> tuple[Any, str]:
 
 
 def own_store(prefix: str) -> Any:
-    """The same, over a connection of its own; ``prefix`` as returned. Slow where names of hosts are not found at once.
+    """The store of `shared_store` with this ``prefix``, over a new connection. Slow where host names are found slowly.
 
-    A TCPStore is not cloned: the one that the program uses would be locked for as long as that takes.
+    A TCPStore is not cloned: the one that the program uses would be locked meanwhile.
     """
     shared = _without_prefix(dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
     if isinstance(shared, _TCP_STORE):
@@ -732,28 +734,28 @@ def _without_prefix(store: Any) -> Any:
 
 
 def _has_backend(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether ``group`` is one in C++, with a backend for ``device``."""
+    """Whether ``group`` is written in C++, and has a backend for ``device``."""
     return type(group) is dist.ProcessGroup and device.type in [each.type for each in group._device_types]
 
 
 def gather_unobserved(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """An all-gather that neither patched functions nor dispatch modes see: the engine's own business."""
+    """An all-gather that neither patched functions nor dispatch modes see, for the engine's own comparisons."""
     with _disable_current_modes():
         getattr(group, _ALL_GATHER_METHOD)(output, input, _GATHER_OPTIONS[True]).wait()
 
 
 count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-"""How many dispatch modes look at what runs."""
+"""How many dispatch modes are active."""
 
 
 def is_checkpointed_selectively() -> bool:
-    """Whether a mode of selective activation checkpointing looks at what runs, among ``count_dispatch_modes()``."""
+    """Whether a mode of selective activation checkpointing is active."""
     return any(isinstance(mode, _SELECTIVE) for mode in _dispatch_modes())
 
 
 def outside_selective_checkpoints(action: Callable[..., Any], *args: Any) -> Any:
-    """``action(*args)``, without the modes of selective activation checkpointing that are active: they would take its
-    operators for the region's, whose results they keep in forward and give back, unrun, in a recompute.
+    """``action(*args)``, without the active modes of selective activation checkpointing. They would take its operators
+    for those of the region: results are kept in forward, and returned in a recompute without running the operator.
     """
     modes = _dispatch_modes()
     below = next((index for index, mode in enumerate(modes) if isinstance(mode, _SELECTIVE)), len(modes))
@@ -765,7 +767,7 @@ def outside_selective_checkpoints(action: Callable[..., Any], *args: Any) -> Any
 
 
 def _stack_modes(below: int, modes: Sequence[Any]) -> None:
-    """Let ``modes`` be what lies on the ``below`` lowest dispatch modes, which stay."""
+    """Replace the dispatch modes above the ``below`` lowest ones by ``modes``."""
     while count_dispatch_modes() > below:
         torch._C._pop_torch_dispatch_stack(None)
     for mode in modes:
@@ -780,17 +782,17 @@ _SELECTIVE = (torch.utils.checkpoint._CachingTorchDispatchMode, torch.utils.chec
 
 
 def gathers_are_patched() -> bool:
-    """Whether a program has put something in the place of the function that gathers."""
+    """Whether a program has replaced torch.distributed's all-gather function."""
     return _FUNCTIONS[_ALL_GATHER] is not _ORIGINALS[0]
 
 
 def all_reduces_are_patched() -> bool:
-    """The same of the one that reduces in place."""
+    """Whether a program has replaced torch.distributed's all-reduce function."""
     return dist.all_reduce is not _ALL_REDUCE
 
 
 def reduce_scatters_are_patched() -> bool:
-    """The same of the one that reduces."""
+    """Whether a program has replaced torch.distributed's reduce-scatter function."""
     return _FUNCTIONS[_REDUCE_SCATTER] is not _ORIGINALS[1]
 
 
@@ -810,7 +812,7 @@ def silent_group_like(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def allocate_from_group(group: dist.ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory from the allocator of ``group``'s backend, or torch's where there is none."""
+    """Memory from the allocator of ``group``'s backend, or from torch's if it has none."""
     if _has_backend(group, device):
         backend: Any = group._get_backend(device)
         if backend.supports_tensor_alloc(device):
@@ -821,7 +823,7 @@ def allocate_from_group(group: dist.ProcessGroup, numel: int, dtype: torch.dtype
 def use_symmetric_memory(backend: str, group: dist.ProcessGroup) -> None:
     """Choose the backend of symmetric memory, and make ``group``'s communicator exist. Collective.
 
-    (NCCL's barrier warns, and guesses, if it is not told which device it is for.)
+    (NCCL's barrier warns and guesses if it is not told its device.)
     """
     need(_torch_names.SYMMETRIC)
     import torch.distributed._symmetric_memory as symmetric_memory  # few programs use it
@@ -833,7 +835,7 @@ def use_symmetric_memory(backend: str, group: dist.ProcessGroup) -> None:
 
 
 def symmetric_empty(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A buffer from the pool of symmetric memory, which keeps what was rendezvoused once."""
+    """A buffer from the pool of symmetric memory. Memory of the pool stays known to all ranks after one rendezvous."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
     pool = symmetric_memory.get_mem_pool(device)
@@ -842,49 +844,49 @@ def symmetric_empty(size: Sequence[int], dtype: torch.dtype, device: torch.devic
 
 
 def symmetric_rendezvous(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Let the ranks of ``group`` reach into ``tensor``'s memory. Collective, once per buffer."""
+    """Let the ranks of ``group`` access ``tensor``'s memory. Collective, once per buffer."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
     symmetric_memory.rendezvous(tensor, group=group.group_name)
 
 
-# What a simulation of one rank needs: tensors without memory, and a process group without peers.
+# For the simulation of one rank: tensors without memory, and a process group without peers.
 
 
 def fake_tensors() -> FakeTensorMode:
-    """A mode in which every new tensor is of no memory; tensors that have some may be used too."""
+    """A mode in which new tensors have no memory; tensors with memory may be used too."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def is_made_in(tensor: object, mode: Any) -> bool:
-    """Whether ``tensor`` was made in ``mode``, of `fake_tensors`."""
+    """Whether ``tensor`` was made in ``mode``, which `fake_tensors` has returned."""
     return isinstance(tensor, FakeTensor) and tensor.fake_mode is mode
 
 
 def property_without_memory(func: Any, args: Sequence[Any]) -> Any:
-    """What ``prim`` operators say of a tensor: mostly its device, which C++ asks for several times in an operator."""
+    """The result of a ``prim`` operator: mostly the tensor's device, which C++ asks for several times per operator."""
     if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
         return args[0].fake_device
     return func(*args)
 
 
 def only_plain_or_fake(types: Sequence[type]) -> bool:
-    """Whether no operand of an operator, of these ``types``, is a tensor that runs operators itself."""
+    """Whether none of these ``types`` of an operator's operands is a tensor class that runs operators itself."""
     return all(issubclass(each, FakeTensor) or each in (torch.Tensor, nn.Parameter) for each in types)
 
 
 def begin_simulated_world(rank: int, world_size: int) -> None:
-    """Make this process ``rank`` of ``world_size``, of which no other is there (the store is not public)."""
+    """Make this process ``rank`` of ``world_size``, although no other process exists. (The store is not public.)"""
     need(_torch_names.SIMULATING)
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     hook = sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    sys.excepthook = hook  # torch puts one around it for every group
+    sys.excepthook = hook  # torch wraps it once more for every group
 
 
 def forget_meshes() -> None:
-    """Let DTensor decide anew: what it remembers is found by a mesh's shape, and is of process groups that are gone."""
+    """Make DTensor decide anew: its caches find decisions by a mesh's shape, and hold process groups that are gone."""
     need(_torch_names.SIMULATING)
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -898,7 +900,7 @@ def group_named(name: str) -> dist.ProcessGroup:
 
 
 def unsupported_without_memory() -> tuple[type[Exception], ...]:
-    """What operators raise whose result depends on values, on tensors of `fake_tensors`."""
+    """The exceptions of operators whose result depends on values, when tensors of `fake_tensors` have none."""
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
         DynamicOutputShapeException,

@@ -1,4 +1,4 @@
-"""Every private name of torch's compiler that fsdp2 relies on: the continuation of `fsdp2._torch`."""
+"""Every private name of torch's compiler that fsdp2 relies on, as `fsdp2._torch` has those of the rest of torch."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from fsdp2 import _torch_names
 F = TypeVar("F", bound=Callable[..., Any])
 
 _NAMESPACE = "fsdp2"
-"""Of our operators."""
+"""The namespace of fsdp2's operators."""
 
 
 def functional_all_gather(input: torch.Tensor, size: int, group: str) -> torch.Tensor:
-    """(n,) of each of the ``size`` ranks of the group of this name, as (size * n,); waited for."""
+    """The (n,) of each of the ``size`` ranks of the group of this name, as (size * n,); waited for."""
     output = torch.ops._c10d_functional.all_gather_into_tensor(input, size, group)
     return torch.ops._c10d_functional.wait_tensor(output)  # type: ignore[no-any-return]
 
 
 def functional_reduce_scatter(input: torch.Tensor, op: str, size: int, group: str) -> torch.Tensor:
-    """(size * n,) reduced by ``op`` ("sum", "avg"), this rank's (n,); waited for."""
+    """This rank's (n,) of ``input`` (size * n,), reduced by ``op`` ("sum", "avg"); waited for."""
     output = torch.ops._c10d_functional.reduce_scatter_tensor(input, op, size, group)
     return torch.ops._c10d_functional.wait_tensor(output)  # type: ignore[no-any-return]
 
@@ -45,9 +45,9 @@ _LIBRARY = torch.library.Library(_NAMESPACE, "DEF")
 
 
 def define_operator(schema: str, run: Callable[..., Any], *, fake: Callable[..., Any]) -> Any:
-    """An operator of ours that graphs hold as one node; ``fake`` makes what it returns of fake tensors.
+    """Define an operator that graphs hold as one node. ``fake`` computes what it returns for fake tensors.
 
-    It returns new tensors, and writes to none. It has no derivative.
+    It returns new tensors, writes to none, and has no derivative.
     """
     name = _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
@@ -56,7 +56,7 @@ def define_operator(schema: str, run: Callable[..., Any], *, fake: Callable[...,
 
 
 frame_callback = get_eval_frame_callback
-"""What looks at Python frames that begin now: Dynamo, if a compiled function is being called; else None or False."""
+"""Returns what looks at Python frames that begin now: Dynamo inside of a compiled function, else None or False."""
 
 _FUNCTIONAL = torch.ops._c10d_functional
 WAIT = _FUNCTIONAL.wait_tensor.default
@@ -65,15 +65,15 @@ REDUCE_SCATTERS = frozenset({_FUNCTIONAL.reduce_scatter_tensor.default})
 COLLECTIVES = ALL_GATHERS | REDUCE_SCATTERS | {_FUNCTIONAL.all_reduce.default}
 
 _LAST_REGION = 1_000_000
-"""The id of a region of activation checkpointing that comes after all of the user's: nothing in it is a boundary."""
+"""The id of a region of activation checkpointing behind all of the user's, so that no node in it is a boundary."""
 _NOTE = "fsdp2"
 
 
 @contextmanager
 def tagged(policy: CheckpointPolicy, note: tuple[int, int | None], *, backward: bool = False) -> Iterator[None]:
-    """What is traced inside is saved for backward, or recomputed in it, as ``policy`` says; and carries ``note``.
+    """What is traced inside is saved for backward or recomputed in it, as ``policy`` says, and carries ``note``.
 
-    ``backward``: it belongs to the backward graph, although some of it may depend on no gradient.
+    ``backward``: it belongs to the backward graph, even if some of it depends on no gradient.
     """
     meta: Any = fx_traceback.current_meta
     tags: dict[str, Any] = {"recompute": policy, "ac_graph_id": _LAST_REGION}
@@ -91,7 +91,7 @@ def tagged(policy: CheckpointPolicy, note: tuple[int, int | None], *, backward: 
 
 
 def note_of(node: torch.fx.Node) -> tuple[int, int | None] | None:
-    """What `tagged` has noted of ``node``."""
+    """The note that `tagged` has put on ``node``; None without."""
     return node.meta.get("custom", {}).get(_NOTE)  # type: ignore[no-any-return]
 
 
@@ -99,8 +99,8 @@ def note_of(node: torch.fx.Node) -> tuple[int, int | None] | None:
 def reorder_graphs(reorder: Callable[[torch.fx.Graph], dict[torch.fx.Node, list[torch.fx.Node]]], version: str) -> None:
     """Let inductor call ``reorder`` with every graph, after a pass of the user's if there is one.
 
-    What it returns is kept: each node comes after its list of nodes. Without the names that this takes it is not
-    called: nothing is computed otherwise, and communication runs beside less compute.
+    ``reorder`` returns for each node those that must come before it. If torch lacks the names that this takes, it is
+    not called: results are the same, and communication overlaps with less compute.
     """
     missing = _torch_names.missing_for(_torch_names.OVERLAP)
     if missing:
@@ -130,9 +130,9 @@ def reorder_graphs(reorder: Callable[[torch.fx.Graph], dict[torch.fx.Node, list[
 
 
 def skip_frames(codes: Iterable[CodeType], *, callees: bool = False) -> None:
-    """Let no graph begin at a frame of one of ``codes``, nor at ``callees``. Callers' graphs trace through them.
+    """Let no graph begin at a frame of one of ``codes``, nor at ``callees``. Graphs of callers trace through them.
 
-    Without the names that this takes, calls of sharded modules below ``torch.compile`` refuse: `need_compiler`.
+    If torch lacks the names that this takes, sharded modules refuse calls below ``torch.compile``: `need_compiler`.
     """
     if _torch_names.missing_for(_torch_names.COMPILING):
         return
@@ -156,19 +156,19 @@ def unskip_frames(codes: Iterable[CodeType]) -> None:
 
 
 def need_compiler() -> None:
-    """Refuse to be compiled without the names that it takes.
+    """Refuse to be compiled if torch lacks the names that it takes.
 
     Raises:
-        FSDPNotImplementedError: naming them.
+        FSDPNotImplementedError: names are missing; the message says which.
     """
     _torch_names.need(_torch_names.COMPILING)
 
 
 def stays_outside(reason: str) -> Callable[[F], F]:
-    """A decorator: graphs break at calls of the function, which begins no graph, though its callees may.
+    """A decorator: graphs break at calls of the function. No graph begins at it, but graphs may begin at its callees.
 
-    As ``torch.compiler.disable(recursive=False)`` does, without importing Dynamo and without a call in between. What
-    lets no graph begin at it is `skip_frames`.
+    It is ``torch.compiler.disable(recursive=False)`` without importing Dynamo and without a call in between. Together
+    with `skip_frames` no graph begins at the function.
     """
 
     def mark(function: F) -> F:
@@ -185,9 +185,9 @@ def call_opaquely(function: Callable[..., Any]) -> None:
 
 
 def trace_through_checkpoints() -> None:
-    """Let the hooks of sharded modules run inside of activation checkpointing, where they swap parameters.
+    """Let hooks of sharded modules run inside of activation checkpointing, where they swap parameters.
 
-    They swap them back before it ends, so that nothing is left to repeat in backward.
+    They swap them back before the region ends, so backward has nothing to repeat.
     """
     import torch._dynamo.config as dynamo_config
 
@@ -195,10 +195,10 @@ def trace_through_checkpoints() -> None:
 
 
 def guard_attributes() -> None:
-    """Let graphs of sharded modules depend on their attributes as those of other modules do.
+    """Let graphs of sharded modules depend on their attributes, as those of other modules do.
 
-    By default Dynamo takes what FSDP manages for immutable, and numbers in its lists for sizes: ``1 in self.skip`` is
-    no guard then, and a changed list runs the graph of the old one.
+    Without this Dynamo treats what FSDP manages as immutable, and numbers in its lists as sizes. ``1 in self.skip``
+    would be no guard then, and a changed list would run the graph of the old one.
     """
     import torch._dynamo.config as dynamo_config
 
@@ -206,7 +206,7 @@ def guard_attributes() -> None:
 
 
 def keep_static(tensors: Iterable[torch.Tensor]) -> None:
-    """Let graphs take the sizes of ``tensors`` for constants, also under ``dynamic=True``, and not for the batch's."""
+    """Let graphs treat the sizes of ``tensors`` as constants, also under ``dynamic=True``, and not as the batch's."""
     import torch._dynamo
 
     for tensor in tensors:
@@ -214,7 +214,7 @@ def keep_static(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def keep_in_place(tensors: Iterable[torch.Tensor]) -> None:
-    """Let CUDA graphs of Inductor read ``tensors`` where they lie, and not copy them before every replay."""
+    """Let inductor's CUDA graphs read ``tensors`` where they lie, instead of copying them before every replay."""
     import torch._dynamo
 
     for tensor in tensors:
@@ -222,7 +222,7 @@ def keep_in_place(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def recompile_from(module: nn.Module) -> None:
-    """Let ``module``, which was compiled before its class changed, be called by the methods of its new class."""
+    """Let ``module``, compiled before its class changed, call the methods of its new class."""
     compiled = module._compiled_call_impl
     if compiled is None:
         return

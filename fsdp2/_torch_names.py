@@ -1,14 +1,14 @@
-"""The private names of torch that fsdp2 relies on: what each is needed for, and what is done where it is missing.
+"""The private names of torch that fsdp2 relies on: what each is needed for, and what happens if it is missing.
 
-Owns the table and its probes, and no use of a name: those are in `fsdp2._torch` and `fsdp2._torch_compiler`, and a few
-elsewhere. A test reads the source and compares. Imports nothing of fsdp2 that loads torch's private modules.
+This file owns the table and its probes, and uses none of the names: `fsdp2._torch` and `fsdp2._torch_compiler` do, and
+a few other files. A test compares the table with the source. It imports nothing that loads torch's private modules.
 
 A missing name ends in one of three ways:
 
-- ``import fsdp2`` raises, and says all that is missing: of names that every run needs (neither field below is set);
+- ``import fsdp2`` raises, and lists all that are missing, if every run needs them (neither field below is set);
 - something else is done in its place, which tests show (`TorchName.otherwise`);
-- the feature that needs it refuses, and says so, when it is used (`TorchName.feature`). Modules of torch that take
-  long to import are looked into then, and not before.
+- the feature that needs it refuses when it is used, and says so (`TorchName.feature`). Modules of torch that take
+  long to import are looked into only then.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class TorchName:
     """One name of torch that may be gone in its next version.
 
     Attributes:
-        path: ``module:attribute.attribute``; an attribute of instances stands below their class.
+        path: ``module:attribute.attribute``; an attribute of instances is written below their class.
         needed_for: completes "without it there are no ...".
-        arguments: those that are passed by name, or of which the place counts.
-        feature: what refuses without it, when it is used; "" if that is not a feature by itself.
+        arguments: the arguments that are passed by name, or whose position matters.
+        feature: the feature that refuses without it, when it is used; "" if it belongs to none.
         otherwise: what is done in its place; "" if nothing is.
-        unless: the path of another name, where which there is this one is not used.
+        unless: the path of another name; where torch has that, this one is not used.
     """
 
     path: str
@@ -60,7 +60,7 @@ class TorchName:
 
     @property
     def shown(self) -> str:
-        """The path as it is written in programs."""
+        """The path as programs write it."""
         return self.path.replace(":", ".")
 
 
@@ -164,7 +164,7 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
         "torch.fx.traceback:current_meta",
     ),
 }
-"""Those that every run needs, by what there is not without them."""
+"""Names that every run needs, by what fsdp2 would lack without them."""
 
 _REPLACEABLE: tuple[tuple[str, str, str], ...] = (
     (
@@ -238,7 +238,7 @@ _REPLACEABLE: tuple[tuple[str, str, str], ...] = (
         "a policy is called as the functions are that FSDP1 takes",
     ),
 )
-"""Those in whose place something else is done: what there is not without them, and what is done."""
+"""Names with a substitute: the name, what fsdp2 lacks without it, and what is done instead."""
 
 _OF_FEATURES: dict[str, tuple[str, ...]] = {
     COMPILING: (
@@ -285,7 +285,7 @@ _OF_FEATURES: dict[str, tuple[str, ...]] = {
         "torch.nn:Module._non_persistent_buffers_set",
     ),
 }
-"""Those without which one feature refuses."""
+"""Names that one feature needs, which refuses without them."""
 
 
 def _table() -> Iterable[TorchName]:
@@ -311,22 +311,22 @@ def _table() -> Iterable[TorchName]:
 
 
 NAMES: tuple[TorchName, ...] = tuple(_table())
-"""All of them."""
+"""All names."""
 
 WRITTEN = {
     "_torchdynamo_disable": "test_frame_callback_is_false_below_disabled_functions",
     "_torchdynamo_disable_msg": "test_frame_callback_is_false_below_disabled_functions",
 }
-"""What fsdp2 writes for torch to read, which no probe can find: the tests in tests/unit/test_torch_names.py that do."""
+"""Names that fsdp2 writes for torch to read, which no probe can find, and the test in test_torch_names.py for each."""
 
 
 def has(path: str) -> bool:
-    """Whether the installed torch has the name of this ``path``, which is in the table. Imports its module."""
+    """Whether the installed torch has the name with this ``path``, which is in the table. Imports its module."""
     return not lacking(_BY_PATH[path])
 
 
 def lacking(name: TorchName) -> str:
-    """What is not there of ``name``: "" if all of it is, or it is not used. Imports its module."""
+    """What torch lacks of ``name``: "" if nothing, or if the name is not used. Imports its module."""
     if name.unless and has(name.unless):
         return ""
     try:
@@ -344,10 +344,10 @@ def require(installed: str, tested: str, remedy: str) -> None:
     Args:
         installed: ``torch.__version__``.
         tested: the versions that fsdp2 was tested with.
-        remedy: what to install in the place of it.
+        remedy: what to install instead.
 
     Raises:
-        ImportError: naming all that are missing, and what each is needed for.
+        ImportError: names are missing; the message lists all of them, and what each is needed for.
     """
     missing = [(text, name.needed_for) for name in NAMES if name.is_required and (text := lacking(name))]
     if missing:
@@ -360,7 +360,7 @@ def require(installed: str, tested: str, remedy: str) -> None:
 
 @functools.cache
 def missing_for(feature: str) -> tuple[str, ...]:
-    """What the installed torch lacks of what ``feature`` needs. Imports the modules that it is in."""
+    """The names that ``feature`` needs and the installed torch lacks. Imports their modules."""
     return tuple(text for name in NAMES if name.feature == feature and (text := lacking(name)))
 
 
@@ -368,7 +368,7 @@ def need(feature: str) -> None:
     """Probe the names that ``feature`` needs, the first time.
 
     Raises:
-        FSDPNotImplementedError: naming what is missing.
+        FSDPNotImplementedError: names are missing; the message lists them.
     """
     missing = missing_for(feature)
     if missing:
@@ -378,7 +378,7 @@ def need(feature: str) -> None:
 
 
 def says(feature: str, missing: Iterable[str]) -> str:
-    """What is said of a ``feature`` of which these names are ``missing``."""
+    """The message for a ``feature`` that cannot work, as these names are ``missing``."""
     return (
         f"{feature} cannot work with torch {torch.__version__}, which lacks {'; '.join(missing)}. Everything else in "
         "fsdp2 does: go on without it, or install a torch that fsdp2 was tested with (pip show fsdp2 says which). "
@@ -387,10 +387,10 @@ def says(feature: str, missing: Iterable[str]) -> str:
 
 
 def _look_up(path: str) -> Any:
-    """What ``path`` leads to; an attribute that instances alone have counts if their class is annotated with it.
+    """The object that ``path`` leads to; None for an attribute of instances that their class annotates.
 
     Raises:
-        ImportError, AttributeError: it leads nowhere.
+        ImportError, AttributeError: ``path`` leads nowhere.
     """
     module, _, attributes = path.partition(":")
     found: Any = importlib.import_module(module)
@@ -405,7 +405,7 @@ def _look_up(path: str) -> Any:
 
 
 def _annotations(cls: type[Any]) -> Mapping[str, object]:
-    """The class's own. From Python 3.14 on they are made when they are asked for, from names that need not exist."""
+    """The annotations of ``cls`` itself. In Python 3.14 and later they are evaluated late, and may name nothing."""
     if sys.version_info >= (3, 14):
         import annotationlib
 
@@ -414,7 +414,7 @@ def _annotations(cls: type[Any]) -> Mapping[str, object]:
 
 
 def _argument_names(function: Any) -> list[str] | None:
-    """Of a function in Python or an operator; None if they cannot be known."""
+    """The argument names of a Python function or an operator; None if they cannot be known."""
     if hasattr(function, "_schema"):
         return [argument.name for argument in function._schema.arguments]
     try:

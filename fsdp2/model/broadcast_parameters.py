@@ -138,6 +138,7 @@ def _replicated(module: nn.Module) -> list[FSDPParam]:
     if state_of(module) is None:
         return []
     states = states_below(module)
+    # Parameters that `full_parameters` has lent are among the plain ones, and it writes them back.
     lent = {group for state in states for group in state.unit if group.loan is not None}
     for state in states:
         if not lent.intersection(state.unit):

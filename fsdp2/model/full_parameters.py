@@ -200,6 +200,7 @@ def _params_below(modules: Sequence[nn.Module], *, recurse: bool) -> _Taken:
         if recurse:  # a module that is a part of a sharded one has no state: it is further up
             groups += [owner.group for p in module.parameters() if (owner := owner_of(p)) is not None]
     below = {each for module in modules for each in module.modules()}
+    # A group may have parameters outside of ``modules`` too, if these are a part of a sharded module, or share weights.
     taken = {g: [p for p in g.params if any(use in below for use, _ in p.uses)] for g in dict.fromkeys(groups)}
     return {group: params for group, params in taken.items() if params}
 
@@ -217,19 +218,19 @@ def _settle(found: _Taken, options: _Options) -> FSDPError | None:
     """Bring the groups to rest, as before a state dict is taken. Returns this rank's reason not to go on, if any.
 
     Raises:
-            FSDPRuntimeError: a forward or backward is running, so nothing may be communicated.
+        FSDPRuntimeError: a forward or backward is running, so nothing may be communicated.
     """
     states: list[FSDPState] = list(dict.fromkeys(sharer for group in found for sharer in group.sharers))
     leave_passes(states, _NAME, " For the parameters of a single module there, unshard() and reshard() that module.")
     try:
         for state in states:
+            # Unsharded parameters keep their values, as a backward that reads them would not be noticed in time.
             state.quiesce(frees=False)
             state.adopt_replaced()
         for group, params in found.items():
             for param in params:
                 _refuse(param, _lent_of(group).get(param), options)
-        # Returned, not raised: the other ranks are told first, or they would wait for this one.
-    except FSDPError as error:
+    except FSDPError as error:  # not raised yet: the other ranks are told first, or they would wait for this one
         return error
     return None
 
@@ -304,6 +305,7 @@ def _agree(found: _Taken, options: _Options, error: FSDPError | None) -> None:
     def described_on(mesh: DataParallelMesh) -> str:
         lines = [f"{_NAME} with {options}" if error is None else f"refused: {error}"]
         for param in by_mesh[mesh.key][1]:
+            # Gradients travel too, so ranks must agree on which parameters have one.
             gradient = param.sharded.grad if options.with_grads and error is None else None
             state = " (whole already)" if param in _lent_of(param.group) else ""
             of_gradient = "" if gradient is None else f", gradient {gradient.dtype}"
@@ -359,12 +361,15 @@ def _lend(batch: _Taken, options: _Options) -> None:
     device = torch.device("cpu") if options.offload_to_cpu else mesh.device
     wholes: list[torch.Tensor] = []
     replica = 0 if mesh.replicate_group is None else dist.get_rank(mesh.replicate_group)
+    # Other replicas have the same rows, so with ``rank0_only`` the first one gathers alone.
     if not options.rank0_only or replica == 0:
         parts = [Part(*each) for each in zip(locals_, partitions, strict=True)]
         wholes = whole_tensors(parts, mesh, device=device, only=0 if options.rank0_only else None)
+    # On ranks that get no full parameters ``wholes`` is empty.
     gradients = dict(zip(trained, wholes[len(params) :], strict=False))
     for index, param in enumerate(params):
         whole = _whole_parameter(param, wholes[index], gradients.get(param)) if wholes else None
+        # Noted before it is registered, so that `_take_back` finds it whatever comes in between.
         _lent_of(param.group)[param] = _Lent(whole, options, _version(param))
         if whole is not None:
             for mapping, name in param.registrations:
@@ -430,6 +435,7 @@ def _keep(taken: _Taken) -> None:
                 found[param] = _registered(param, _lent_of(group)[param])
     except FSDPError as raised:
         error = raised
+    # All ranks take part in this exchange, also one with an error: the others wait for it, and must hear of it.
     changed = _changed_anywhere(taken, None if error is not None else found)
     if error is not None:
         raise error
@@ -442,8 +448,10 @@ def _keep(taken: _Taken) -> None:
         for param in written:
             value = found[param]
             param.local.copy_(param.local if value is None else _own_rows(param, value, param.local.device))
+            # The DTensor's own version does not count writes to its local tensor.
             torch.autograd.graph.increment_version([param.sharded])
         if written:
+            # The next gather then copies the shards anew into what it sends.
             group.storage.forget_sent()
         for param in params:
             value = found[param]
@@ -459,6 +467,7 @@ def _registered(param: FSDPParam, lent: _Lent) -> nn.Parameter | None:
     """
     whole = lent.whole
     assert whole is not None, "where something is kept all ranks have it"
+    # What the program has registered in place of the full parameter, in any of the modules that hold it.
     others = {id(each): each for m, name in param.registrations if (each := m.get(name)) is not whole}
     if len(others) > 1:
         raise _cannot_keep(param, "its tied modules hold different parameters")
@@ -512,6 +521,7 @@ def _changed_anywhere(
     changed: list[FSDPParam] = []
     failed = False
     for mesh, params in _by_mesh(taken):
+        # (1 + params,): whether this rank cannot keep something, and which parameters it has written.
         flags = torch.zeros(1 + len(params), dtype=torch.int32, device=mesh.device)
         if found is None:
             flags[0] = 1
@@ -522,6 +532,7 @@ def _changed_anywhere(
                     flags[1 + index] = _differs(
                         _own_rows(param, value, mesh.device), _copied_to(mesh.device, param.local)
                     )
+        # A maximum over both groups, one after the other, is one over all ranks of the mesh.
         for process_group in (mesh.shard_group, mesh.replicate_group):
             if process_group is not None and not is_alone(process_group):
                 all_reduce(flags, process_group, dist.ReduceOp.MAX, None)
@@ -553,6 +564,7 @@ _OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def _differs(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """(): whether any bit differs. (Compared as numbers, nan would differ from itself, and -0.0 not from 0.0.)"""
+    # No integer dtype is as wide.
     if one.dtype is torch.complex128:
         one, other = torch.view_as_real(one.resolve_conj()), torch.view_as_real(other)
     dtype = _OF_SIZE[one.element_size()]

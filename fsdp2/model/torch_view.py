@@ -407,6 +407,7 @@ def _finalizer(state: FSDPState) -> Callable[[], None]:
         """
         owner: Any = state if state.root is None else state.root.owner
         module = owner.modules[0]
+        # `finalize_backward` is allowed only in the mode in which the user finalizes.
         before = owner.root_settings.finalizes_manually
         module.set_manual_backward_finalization(True)
         try:

@@ -1,18 +1,18 @@
 """`fsdp2.optim.local`: any elementwise optimizer, stepping on local shards instead of DTensors.
 
-A plain torch optimizer over sharded parameters dispatches each of its operations through DTensor, which costs more than
-the operations, and whose first step takes time that grows faster than the number of parameters. Elementwise arithmetic
-needs none of it: an element's update depends on that element alone.
+A plain torch optimizer over sharded parameters sends each of its operations through DTensor's dispatch, which costs
+more than the operations, and whose first step takes time that grows faster than the number of parameters. Elementwise
+arithmetic needs none of it: an element's update depends on that element alone.
 
-The optimizer that `local` makes is a subclass of the one it is given. For the duration of ``step`` its parameter groups
-and its state hold local tensors, and the ``step`` of the class itself runs on them. At all other times both hold what
-those of the plain optimizer hold: sharded parameters, and DTensors. So hooks, schedulers, gradient scalers,
-`zero_grad`, state dicts and distributed checkpoints see no difference, and checkpoints go from one to the other.
+`local` makes a subclass of the optimizer class that it is given. During ``step`` its parameter groups and its state
+hold local tensors, and the ``step`` of the class itself runs on them. At all other times both hold what the plain
+optimizer would hold: sharded parameters, and DTensors. So hooks, schedulers, gradient scalers, `zero_grad`, state dicts
+and distributed checkpoints see no difference, and a checkpoint of one can be loaded by the other.
 
 [Note: where the state is]
-Between steps the state is inside (see `fsdp2.optim.step_targets`), and ``state`` is no attribute of the instance. The
-first to ask for it finds the property, which shows the state outside, and makes it an attribute until the next step
-takes it inside again. Whoever sets ``state`` (as `load_state_dict` does) makes it an attribute, too. Thus a step after
+Between steps the state is inside (see `fsdp2.optim.step_targets`), and the instance has no attribute ``state``. Whoever
+asks for it first finds the property, which shows the state outside and caches it as an attribute, until the next step
+takes it inside again. Whoever sets ``state`` (as `load_state_dict` does) makes it an attribute, too. So a step after
 which nobody asks costs nothing, and no step reads through a property.
 """
 
@@ -48,7 +48,7 @@ ELEMENTWISE = (
     torch.optim.Rprop,
     torch.optim.SGD,
 )
-"""Those of torch that `local` takes, and classes derived from them with their ``step``."""
+"""Classes of torch that `local` takes, also with subclasses that inherit their ``step``."""
 
 _WHY_NOT = {
     "Adafactor": "keeps sums over the rows and columns of a whole matrix",
@@ -69,35 +69,35 @@ def local(
 ) -> OptimizerType:
     """An ``optimizer_class`` over ``params`` that steps on local shards, without DTensor's dispatch.
 
-    It is a subclass of ``optimizer_class``, and is used like it. Steps give the same numbers as those of the plain
-    optimizer with the same implementation (``foreach``, ``fused``, or neither; if none is chosen, torch chooses as for
-    plain tensors, which on accelerators is ``foreach``), bit by bit. Parameters may be of several meshes, tensor
+    Its class is a subclass of ``optimizer_class``, and it is used like one. Steps give the same numbers, bit by bit, as
+    the plain optimizer with the same implementation (``foreach``, ``fused``, or neither; if none is chosen, torch
+    chooses as for plain tensors, which on accelerators is ``foreach``). Parameters may be on several meshes, tensor
     parallel, replicated, without rows on some ranks, or not sharded at all.
 
-    ``flat`` steps on few tensors: on one for each run of parameters that follow each other in the memory of a
-    `fully_shard` group, in one parameter group of the optimizer, with the same state counters. What changes is which
-    elements a vectorized kernel treats as its remainder, hence at most the last bit. Parameters that have no gradient,
-    or one that was not delivered together with others (as under tensor hooks), or another state counter, are stepped on
-    one by one, and so are all while the state is offloaded. State takes the memory of padding, too: as much as the
-    first rank's. An ``optimizer_class`` that treats matrices and vectors differently must not be flat.
+    With ``flat`` few tensors are stepped on: one for each run of parameters that follow each other in the memory of a
+    `fully_shard` group, in one parameter group of the optimizer, with the same state counters. This changes which
+    elements a vectorized kernel treats as its remainder, hence at most the last bit. Parameters without a gradient,
+    with one that was not delivered together with others (as under tensor hooks), or with another state counter are
+    stepped on one by one, and so are all while the state is offloaded. State then takes memory for padding, too: as
+    much as on the first rank. Do not use it with an ``optimizer_class`` that treats matrices and vectors differently.
 
     Not collective, as steps are not. A closure is evaluated once, before the step.
 
     Args:
-        optimizer_class: of `torch.optim`, or any other whose update of an element depends only on this element, its
-            gradient and state, and the hyperparameters of its group.
+        optimizer_class: a class of `torch.optim`, or any other whose update of an element depends only on this element,
+            its gradient and state, and the hyperparameters of its group.
         params: what ``optimizer_class`` takes: parameters, named ones, or parameter groups.
         flat: see above. Not for steps that are captured in a CUDA graph.
-        elementwise: says of an ``optimizer_class`` that is not of `torch.optim` that it is such a one.
-        arguments: of ``optimizer_class``.
+        elementwise: True says that an ``optimizer_class`` that is not of `torch.optim` is such a class.
+        arguments: further arguments of ``optimizer_class``.
 
     Raises:
         FSDPTypeError: ``optimizer_class`` is no class of optimizers.
-        FSDPNotImplementedError: it is not elementwise, not known to be, or is to be ``differentiable``. From the first
-            step: its state is not elementwise.
-        FSDPValueError: a parameter is Partial. From a step: a gradient, or a state that was loaded, is not sharded like
-            its parameter.
-        FSDPRuntimeError: from a step: ``flat``, and it is captured.
+        FSDPNotImplementedError: it is not elementwise, not known to be, or is to be ``differentiable``. Raised by the
+            first step: its state is not elementwise.
+        FSDPValueError: a parameter is Partial. Raised by a step: a gradient, or a state that was loaded, is not sharded
+            like its parameter.
+        FSDPRuntimeError: raised by a step: it is captured in a CUDA graph, with ``flat``.
     """
     if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, Optimizer):
         raise FSDPTypeError(
@@ -110,6 +110,7 @@ def local(
 
 
 def _refuse_others(optimizer_class: type[Optimizer], *, elementwise: bool) -> None:
+    # The class that defines ``step``: a subclass of AdamW that inherits it is as elementwise as AdamW.
     stepping = next(each for each in optimizer_class.__mro__ if "step" in vars(each))
     if stepping in ELEMENTWISE or issubclass(stepping, LocalOptimizer):
         return
@@ -129,19 +130,20 @@ def _refuse_others(optimizer_class: type[Optimizer], *, elementwise: bool) -> No
 
 
 class LocalOptimizer(Optimizer):
-    """What the optimizers that `local` makes have in common; see there."""
+    """The part that all optimizers made by `local` have in common; see there."""
 
     _plain: type[Optimizer]
     _flat: bool
     _inside: Inside
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As the plain optimizer's.
+        """Add a group, as the plain optimizer does.
 
         Raises:
             FSDPValueError: a parameter is Partial.
             FSDPNotImplementedError: the group is to be ``differentiable``.
         """
+        # The plain class checks and completes the group; one that is refused here is taken out again.
         super().add_param_group(param_group)
         added = self.param_groups[-1]
         if added.get("differentiable"):
@@ -159,8 +161,8 @@ class LocalOptimizer(Optimizer):
 
     @functools.cached_property
     def state(self) -> State:  # type: ignore[override]
-        """Values by name, by parameter, as of the plain optimizer; see [Note: where the state is]."""
-        with torch.inference_mode(False), torch.no_grad():  # whoever asks for it: it is stepped on later
+        """The state as the plain optimizer has it, a dict for each parameter; see [Note: where the state is]."""
+        with torch.inference_mode(False), torch.no_grad():  # later steps write it, whatever mode the reader is in
             self._inside.show()
         return self._inside.outside
 
@@ -168,7 +170,7 @@ class LocalOptimizer(Optimizer):
         "what fsdp2.optim.local lends is a graph: the step of torch's class, on local tensors"
     )
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """As the plain optimizer's, on local shards. Returns what ``closure`` does.
+        """Step as the plain optimizer does, but on local shards. Returns what ``closure`` returns.
 
         Raises:
             FSDPValueError: a gradient, or the state, is not sharded like its parameter. Nothing has been stepped then.
@@ -180,6 +182,7 @@ class LocalOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         step = _torch.without_hooks(self._plain.step)
+        # A mapping that is no dict brings offloaded state to the device when it is asked for.
         if isinstance(vars(self).get("state", {}), dict):
             self._step_inside(step)
         else:
@@ -187,7 +190,7 @@ class LocalOptimizer(Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the plain optimizer's, also where gradients of several meshes, or plain ones, are to be zeros together."""
+        """Clear gradients as the plain optimizer does. Making zeros works for any mix of meshes and plain gradients."""
         if set_to_none or self._plain.zero_grad is not Optimizer.zero_grad:
             super().zero_grad(set_to_none)
             return
@@ -196,6 +199,7 @@ class LocalOptimizer(Optimizer):
         for parameter in (each for group in self.param_groups for each in group["params"]):
             gradient = parameter.grad
             if gradient is not None:
+                # Like torch: a gradient that has a graph leaves it first.
                 gradient.detach_() if gradient.grad_fn is not None else gradient.requires_grad_(False)
                 local = _torch.plain_of(gradient)
                 alike[local.device, local.dtype].append(local)
@@ -203,7 +207,7 @@ class LocalOptimizer(Optimizer):
             _torch.foreach_zero(tensors)
 
     def _step_inside(self, step: Callable[..., Any]) -> None:
-        if torch.is_inference_mode_enabled():  # its tensors could not be written to by later steps
+        if torch.is_inference_mode_enabled():  # state made in that mode could not be written by later steps
             with torch.inference_mode(False), torch.no_grad():
                 self._step_inside(step)
             return
@@ -213,29 +217,31 @@ class LocalOptimizer(Optimizer):
                 "the optimizer with flat=False."
             )
         inside = vars(self).get("_inside")
+        # With the attribute ``state`` somebody has asked for the state outside, and may have written or replaced it.
         if inside is None or "state" in vars(self) or not inside.is_of(self.param_groups):
             inside = self._take_inside()
         lent = inside.lend()
-        if lent is None:  # a gradient is missing, or lies elsewhere
+        if lent is None:  # a gradient is missing, or lies elsewhere, or the parameters do
             inside = self._take_inside()
             lent = inside.lend()
             assert lent is not None, "runs were made of what is there"
         inside.run(self, lent, step)
 
     def _take_inside(self) -> Inside:
-        """Make the units anew from the state outside."""
+        """Make the tensors to step on anew, from the state outside."""
         outside, earlier = self.state, self.runs()
         self._inside = Inside(self.param_groups, outside, flat=_always if self._flat else None, earlier=earlier)
+        # The attribute goes: whoever asks next finds the property, which shows what steps have made.
         del self.state
         return self._inside
 
     def runs(self) -> list[FlatRun]:
-        """Those that are stepped on as one tensor."""
+        """The runs, each of which is stepped on as one tensor."""
         inside: Inside | None = vars(self).get("_inside")
         return [] if inside is None else inside.runs()
 
     def _step_on_lent_state(self, step: Callable[..., Any]) -> None:
-        """With a ``state`` that is brought when it is asked for, see `offload_optimizer_state`: look at each value."""
+        """Step with offloaded state (`offload_optimizer_state`), which is brought when the step asks for it."""
         lending: Any = vars(self)["state"]
         vars(self).pop("_inside", None)  # it holds the state as it was, on the device
         every = [StepTargets(group["params"], {}, flat=[], earlier=[]) for group in self.param_groups]
@@ -252,7 +258,7 @@ class LocalOptimizer(Optimizer):
                 targets.swap_out(None)
 
     def __reduce__(self) -> Any:
-        """Copied and pickled as what `local` has made of the plain class."""
+        """Copy and pickle it as what `local` makes of the plain class, which a pickle can name."""
         return _restored, (self._plain, self._flat), self.__getstate__()
 
 

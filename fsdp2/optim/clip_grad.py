@@ -1,31 +1,32 @@
 """Gradient clipping over any mix of parameters: `clip_grad_norm_` and its two halves.
 
-As `torch.nn.utils` has them, with the same arguments, for parameters that do not lie on one mesh. It works on the
-local tensors and sends a few numbers; it knows of DTensors and process groups, and nothing of the engine but which
-sharded parameter took the place of which.
+The functions have the arguments of those in `torch.nn.utils`, but their parameters need not lie on one mesh. They work
+on local tensors and send a few numbers. This file knows DTensors and process groups, but nothing of the engine except
+which sharded parameter replaced which.
 
 [Note: which collectives]
-    The norm is a sum of p-th powers (a maximum, if p is infinite) over all elements. A parameter's *spread* are the
-    process groups over which its elements are shared out: those of the mesh dims in which its placement is neither
-    Replicate nor of size 1. Parameters of one spread share a *slot*, one number. For every process group in some
-    spread, in the order in which walking the parameters meets them, mesh dims left to right, one all-reduce carries
-    the slots that have it. With ``a`` cut over (dp, tp), ``b`` over dp only, and ``c`` replicated:
+    The norm is a sum of p-th powers (a maximum, if p is infinite) over all elements. The *spread* of a parameter are
+    the process groups over which its elements are sharded: those of the mesh dims in which its placement is not
+    Replicate, except dims of size 1. Parameters of one spread share a *slot*, one number. Each process group in any
+    spread has one all-reduce of the slots that it is part of; process groups come in the order in which a walk of the
+    parameters meets them, mesh dims left to right. With ``a`` sharded over (dp, tp), ``b`` over dp, ``c`` replicated:
 
         slots               a: {dp, tp}    b: {dp}    c: {}
         all-reduce over dp  a              b                      2 numbers
         all-reduce over tp  a                                     1 number
 
-    A *slice* lies on a part of the ranks of its module (`optim/slices.py`), and on the others another one in its place:
-    its spread are the dims of the module's mesh, and of its replicas within its own mesh the first counts. So it shares
-    the slot of what is sharded over the whole, and nothing depends on how many slices a rank has.
+    A *slice* (`optim/slices.py`) lies on a part of the ranks of its module; the other ranks have another slice in its
+    place. Its spread are the dims of the module's mesh, and only the first of its replicas within its own mesh counts.
+    So it shares the slot of parameters that are sharded over the module's mesh, and nothing depends on how many slices
+    a rank has.
 
-    The norm of order 0 is torch's: how many tensors have an element that is not zero. There a slot is one number for
-    each of its parameters, 1 if it has such an element on this rank; their maximum over the spread holds for the whole
-    (of slices: over their own mesh, and then their numbers are added up over the spread).
+    The norm of order 0 is torch's: how many tensors have an element that is not zero. There a slot has one number for
+    each of its parameters: 1 if this rank has such an element. Their maximum over the spread holds for the full
+    parameter. (For slices it is taken over their own mesh, and then the numbers are added up over the spread.)
 
-    All that depends on the parameters, never on which of them have a gradient. Process groups of the same ranks count
-    as one. Numbers are float64 (where the device has it), so that the order of a sum, which an all-reduce is free to
-    choose in each of its groups, does not show in the float32 result.
+    All of this depends on the parameters, never on which of them have a gradient. Process groups of the same ranks
+    count as one. Numbers are float64 (where the device has it): an all-reduce is free to choose the order of a sum, and
+    this keeps the choice out of the float32 result.
 """
 
 from __future__ import annotations
@@ -71,35 +72,34 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale the gradients of ``parameters`` in place so that their norm, as of one vector, is at most ``max_norm``.
 
-    Parameters may be DTensors on different meshes (1D, HSDP, with tensor or expert parallelism, offloaded) beside
-    plain tensors, of several dtypes. Plain tensors, and mesh dims in which a DTensor is replicated, count once: their
-    gradients are expected to be the same on every rank. Those that ``shard_placement_fn`` has
-    put on a part of their module's ranks, as experts, are others on the other ranks: all of them count. Parameters
-    without gradient count as zeros. Those from before `fully_shard`, and unsharded ones, stand for the sharded
-    parameters that took their place.
+    Parameters may be DTensors on different meshes (1D, HSDP, with tensor or expert parallelism, offloaded) beside plain
+    tensors, of several dtypes. Plain tensors, and mesh dims in which a DTensor is replicated, count once: their
+    gradients are expected to be the same on every rank. Where ``shard_placement_fn`` has put parameters on a part of
+    their module's ranks, such as experts, other ranks have others: all of them count. Parameters without gradient count
+    as zeros. Parameters from before `fully_shard`, and unsharded ones, stand for the sharded ones that replaced them.
 
-    All ranks that hold shards of ``parameters`` must call this with the same parameters in the same order, also where
-    some or all gradients are None. One all-reduce of a few numbers for each process group over which something is
-    sharded; replicated dims communicate nothing. See [Note: which collectives].
+    Collective: all ranks that hold shards of ``parameters`` must call this with the same parameters in the same order,
+    also where some or all gradients are None. There is one all-reduce of a few numbers for each process group over
+    which something is sharded; replicated dims communicate nothing. See [Note: which collectives].
 
     Args:
         parameters: an iterable of tensors, or a single one. Or a module: all of its parameters, found faster than by
             ``parameters()`` if it is a root.
-        max_norm: of the scaled gradients.
+        max_norm: the largest norm that the scaled gradients may have.
         norm_type: a number > 0, inf for the largest absolute value, 0 for how many gradients are not all zeros.
         error_if_nonfinite: raise if the norm is NaN or infinite, on every rank alike. Waits for the device.
         foreach: False for one operation per tensor; else one for all tensors of a device and dtype.
         mesh: further ranks, with other parameters (pipeline stages) or other values of the plain ones: the result is
-            summed over every dim of it as well, one number in each all-reduce. Dims whose ranks a parameter is shared
-            out over already do not count it twice. All ranks of ``mesh`` must call, if need be with no parameters. For
-            a process group without a mesh: ``DeviceMesh.from_group(group, device_type)``.
+            summed over every dim of this mesh as well, one number in each all-reduce. Dims over which a parameter is
+            sharded already do not count it twice. All ranks of ``mesh`` must call, if need be with no parameters. For a
+            process group without a mesh: ``DeviceMesh.from_group(group, device_type)``.
 
     Returns:
         The norm before clipping: (), a plain tensor on the device of the meshes, the same on every rank; float64 if a
         parameter is, else float32.
 
     Raises:
-        FSDPValueError: a negative ``norm_type``; a gradient that is Partial, or spread otherwise than its parameter.
+        FSDPValueError: a negative ``norm_type``; a gradient that is Partial, or sharded otherwise than its parameter.
         FSDPRuntimeError: the norm is not finite, with ``error_if_nonfinite``. Nothing is scaled then.
     """
     every: Sequence[torch.Tensor]
@@ -110,6 +110,7 @@ def clip_grad_norm_(
     slots = _Slots.of_parameters(every)
     total = _total_norm(slots, norm_type, error_if_nonfinite, foreach, mesh)
     _scale(slots.groups_to_scale(total), max_norm, total, foreach)
+    # Gradients were scaled through one tensor that lies on all of them, which their own versions do not show.
     if slots.written_unseen:
         torch.autograd.graph.increment_version(slots.written_unseen)
     return total
@@ -124,12 +125,12 @@ def get_total_norm(
     *,
     mesh: DeviceMesh | None = None,
 ) -> torch.Tensor:
-    """The norm of ``tensors``, as of one vector: the first half of `clip_grad_norm_`, on gradients themselves.
+    """The norm of ``tensors``, as of one vector: the first half of `clip_grad_norm_`, for gradients themselves.
 
-    Which collectives are issued depends on the tensors: all ranks must pass those of the same parameters.
+    Collective: the tensors decide which collectives are issued, so all ranks must pass those of the same parameters.
 
     Args:
-        tensors: gradients, or anything else; arguments otherwise, result and errors as of `clip_grad_norm_`.
+        tensors: gradients, or anything else. Other arguments, the result and errors are those of `clip_grad_norm_`.
     """
     every = _as_list(tensors)
     if not all(map(torch.is_floating_point, every)) and not all(each.dtype.is_complex for each in every):
@@ -139,7 +140,7 @@ def get_total_norm(
 
 
 def norm_on_own_meshes(tensors: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """`get_total_norm` as DTensor knows it: of what other ranks of a root have in the place of ``tensors`` nothing."""
+    """`get_total_norm` as DTensor computes it: without slices that other ranks of the module have."""
     return _total_norm(_Slots.of(tensors, tensors, apart=True), norm_type, False, None, None)
 
 
@@ -149,12 +150,12 @@ def clip_grads_with_norm_(
 ) -> None:
     """Multiply the gradients of ``parameters`` by ``min(1, max_norm / (total_norm + 1e-6))``, in place.
 
-    The second half of `clip_grad_norm_`, whose norm may differ from `get_total_norm`'s in the last bit: it adds up
-    gradients on one buffer as one tensor. No communication, unless ``total_norm`` is a DTensor.
+    This is the second half of `clip_grad_norm_`, whose norm may differ from `get_total_norm`'s in the last bit: it adds
+    up gradients on one buffer as one tensor. No communication, unless ``total_norm`` is a DTensor.
 
     Args:
         parameters: as for `clip_grad_norm_`.
-        max_norm: of the scaled gradients.
+        max_norm: the largest norm that the scaled gradients may have.
         total_norm: (), on any device; the same on every rank.
         foreach: False for one operation per tensor.
     """
@@ -176,7 +177,7 @@ def _as_list(tensors: TensorOrTensors, *, warn_if_empty: bool = False) -> list[t
 
 
 def _sharded_parameters(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-    """``parameters``, with the sharded ones in the place of their predecessors, which receive no gradients."""
+    """``parameters``, in which sharded ones replace their predecessors, which receive no gradients."""
     try:  # in a loop of C: all are sharded parameters
         if all(map(operator.is_, map(_own_sharded, parameters), parameters)):
             return parameters
@@ -199,7 +200,7 @@ def _name_of(tensor: torch.Tensor, index: int) -> str:
 
 
 _Groups = dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]
-"""Local tensors by device and dtype: what one foreach call takes."""
+"""Local tensors by device and dtype, as a foreach call takes them."""
 
 _device_number = torch.Tensor.get_device
 _dtype = operator.attrgetter("dtype")
@@ -216,14 +217,14 @@ def _by_device_and_dtype(tensors: list[torch.Tensor]) -> _Groups:
 
 
 _Where = tuple[DeviceMesh, tuple[int, ...]]
-"""A mesh, and the dims of it over which something is shared out."""
+"""A mesh, and those of its dims over which something is sharded."""
 
 
 class _Alike(NamedTuple):
-    """What is known of parameters that are all spread alike: fields as of `_Slots`, and of its one slot.
+    """What is known of parameters that all have one spread: fields of `_Slots`, and of its only slot.
 
     Attributes:
-        changes: of `SLICES`, when none of them was one.
+        changes: `SLICES.changes` when none of them was a slice.
     """
 
     spread: ReductionGroups
@@ -233,7 +234,7 @@ class _Alike(NamedTuple):
     dtype: torch.dtype
 
     def slots(self, slices: list[torch.Tensor], below: tuple[torch.Tensor, ...]) -> _Slots:
-        """Their gradients, whose local tensors are ``below``, and which lie on ``slices``."""
+        """The slots for their gradients: ``below`` are the local tensors, and ``slices`` the tensors they lie on."""
         found = _Slots(())
         groups = _by_device_and_dtype(slices) if slices else {}
         found.slots = [_Slot(self.spread, self.where, of_each=[*below], gradients=slices, groups=groups)]
@@ -243,15 +244,15 @@ class _Alike(NamedTuple):
 
 @dataclass(slots=True)
 class _Slot:
-    """The local gradients of one spread: their powers are one number.
+    """The local gradients of one spread: the sum of their powers is one number.
 
     Attributes:
-        where: the spread as dims of a mesh; None of plain tensors.
-        own: of slices: the process groups of their own mesh over which each is shared out; else None.
-        counts: whether this rank's are to be counted: of replicas that the spread has, the first.
-        of_each: for each parameter in turn, None if it has none.
-        gradients: of them, those that have elements on this rank; those of one buffer as one, with zeros between them.
-        groups: the same by device and dtype.
+        where: the spread as dims of a mesh; None for plain tensors.
+        own: for slices, the process groups of their own mesh over which each is sharded; else None.
+        counts: whether this rank's gradients count: only those of the first replica within the spread do.
+        of_each: the local gradient of each parameter in turn; None without one.
+        gradients: the gradients that have elements on this rank; those of one buffer as one tensor, zeros in between.
+        groups: ``gradients`` by device and dtype.
     """
 
     spread: ReductionGroups
@@ -263,25 +264,27 @@ class _Slot:
     groups: _Groups = field(default_factory=dict)
 
     def inside(self, further: Sequence[RankGroup]) -> list[RankGroup]:
-        """Those of ``further`` whose ranks share these gradients out among them and others."""
+        """The groups among ``further`` that contain all ranks over which these gradients are sharded."""
         if self.where is None or not further:
             return []
         mesh, dims = self.where
         coordinate = mesh.get_coordinate()
         assert coordinate is not None, "this rank is part of it"
+        # The ranks that share these gradients: all along the sharded dims, at this rank's place in the others.
         index = tuple(slice(None) if dim in dims else at for dim, at in enumerate(coordinate))
         ranks = set(mesh.mesh[index].flatten().tolist())
         return [group for group in further if ranks.issuperset(group.ranks)]
 
 
 class _Slots:
-    """The gradients by spread, in the order in which the parameters were passed.
+    """Gradients by their spread, in the order in which the parameters were passed.
 
     Attributes:
-        slots: one for each spread that some parameter has.
-        device: where numbers are added up: of the first mesh, else of the first parameter; None without parameters.
-        dtype: of the norm; by the parameters, for all ranks have those.
-        written_unseen: whose versions do not change with those of the tensors that are scaled in their place.
+        slots: one slot for each spread.
+        device: the device on which numbers are added up: that of the first mesh, else of the first parameter; None
+            without parameters.
+        dtype: the dtype of the norm. The parameters decide it, as all ranks have those.
+        written_unseen: the local gradients, if tensors on all of them are scaled in their place: their versions stay.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -290,13 +293,13 @@ class _Slots:
         self.device = device_of(first.device_mesh) if first is not None else tensors[0].device if tensors else None
         self.dtype = torch.float32
         self.written_unseen: tuple[torch.Tensor, ...] = ()
-        # By mesh and placements, which parameters share: looking at each of them costs microseconds.
+        # The slots by mesh and placements, which parameters share: to look at each of them would cost microseconds.
         self._known: dict[tuple[int, Sequence[Any], int] | None, _Slot] = {}
         self._roots = SLICES.meshes()
 
     @classmethod
     def of_parameters(cls, parameters: Sequence[torch.Tensor]) -> _Slots:
-        """`of` their gradients. Where all are as they were delivered, what was found out before is so still."""
+        """`of` their gradients. If all are as they were delivered, what was found in an earlier call is used again."""
         delivered = delivered_of(parameters)
         slices = None if delivered is None else delivered.slices()
         with _torch.plain_attributes():
@@ -305,6 +308,7 @@ class _Slots:
                 if known is not None and known.changes == SLICES.changes:
                     return known.slots(slices, delivered.locals())
             self = cls.of(parameters, [each.grad for each in parameters], slices)
+        # Worth remembering only if all gradients were delivered, and have one spread.
         if delivered is not None and self.written_unseen and self.device is not None:
             slot = self.slots[0]
             delivered.known[_Alike] = _Alike(slot.spread, slot.where, SLICES.changes, self.device, self.dtype)
@@ -319,16 +323,16 @@ class _Slots:
         *,
         apart: bool = False,
     ) -> _Slots:
-        """Sort the local tensors of ``gradients``, None where there is none, by the spread of ``tensors``.
+        """Sort the local tensors of ``gradients`` (None for a missing one) by the spread of ``tensors``.
 
         Args:
             tensors: parameters, or gradients.
-            gradients: of them.
-            slices: what the gradients lie on, if they are as they were delivered.
-            apart: what lies on a part of the ranks of its module is taken for all that there is.
+            gradients: the gradients of ``tensors``.
+            slices: the tensors that the gradients lie on, if all are as they were delivered.
+            apart: treat slices like any other parameter, as if no other rank of the module had others.
 
         Raises:
-            FSDPValueError: a gradient is spread otherwise than its tensor (`reduction_groups_of`), or has no norm yet.
+            FSDPValueError: a gradient is sharded otherwise than its tensor (`reduction_groups_of`), or is Partial.
         """
         self = cls(tensors)
         if apart:
@@ -354,10 +358,10 @@ class _Slots:
         gradients: Sequence[torch.Tensor | None],
         slices: list[torch.Tensor] | None,
     ) -> bool:
-        """Take all at once, in loops of C: the usual case, where all are spread alike, and have gradients like them.
+        """Take all at once, in loops of C: the usual case, where all have one spread, and gradients with their specs.
 
         Returns:
-            Whether that was so; else nothing is taken.
+            Whether it was that case; else nothing is taken.
         """
         if self._roots and not self._roots.keys().isdisjoint(map(id, tensors)):
             return False
@@ -365,13 +369,15 @@ class _Slots:
             specs = list(map(_torch.spec_of, tensors))
             if not all(map(operator.is_, map(_torch.spec_of, gradients), specs)):  # type: ignore[arg-type]
                 return False
-        except AttributeError:  # of None, or of a plain tensor
+        except AttributeError:  # None or a plain tensor has no spec
             return False
-        examples = list(dict(zip(map(id, specs), range(len(specs)), strict=True)).values())  # few: specs are shared
+        # Specs are shared, so few parameters have to be looked at: one for each spec.
+        examples = list(dict(zip(map(id, specs), range(len(specs)), strict=True)).values())
         slots = [self._slot_of(tensors[index], tensors[index], index) for index in examples]
         below = list(map(_torch.local_of, gradients))  # type: ignore[arg-type]
+        # A local tensor of another class is a subclass, or the result of a collective that must be waited for.
         if len({id(slot) for slot in slots}) != 1 or set(map(type, below)) != {torch.Tensor}:
-            self.slots, self._known = [], {}  # in the order of the parameters, from the first
+            self.slots, self._known = [], {}  # start over: slots come in the order of the parameters
             return False
         self._widen_for([tensors[index] for index in examples])
         slots[0].of_each = [*below]
@@ -398,9 +404,9 @@ class _Slots:
         return _by_device_and_dtype([each for slot in self.slots for each in slot.gradients])
 
     def groups_to_scale(self, total: torch.Tensor) -> _Groups:
-        """The same without what lies between gradients, which a norm of NaN would make NaN for good.
+        """`groups`, but without what lies between gradients if the norm is NaN, which would turn it into NaN for good.
 
-        Between them are zeros, which finite numbers leave alone. On a CPU it costs nothing to see ``total`` is one.
+        Zeros lie between them, and finite factors leave these alone. On a CPU to look at ``total`` costs nothing.
         """
         is_seen = total.is_cpu and not _torch.is_fake(total)
         if not self.written_unseen or (is_seen and math.isfinite(_torch.on_host(total))):
@@ -410,6 +416,7 @@ class _Slots:
     def _slot_of(self, tensor: torch.Tensor, parameter: torch.Tensor, index: int) -> _Slot:
         spec = _torch.spec_of(tensor) if isinstance(tensor, DTensor) else None
         root = self._roots.get(id(parameter))
+        # Plain tensors have no spec, and share one slot. Meshes are known by `id`, as the tensors hold them meanwhile.
         key = None if spec is None else (id(spec.mesh), spec.placements, id(root))
         slot = self._known.get(key)
         if slot is not None:
@@ -427,12 +434,13 @@ class _Slots:
 
 
 def _slot_on(mesh: DeviceMesh, placements: Sequence[Any], own: ReductionGroups, root: DeviceMesh | None) -> _Slot:
-    """An empty one for a DTensor over ``own``, which is a slice below a root on the mesh ``root``, if there is one."""
+    """An empty slot for a DTensor that is sharded over ``own``; ``root``: its module's mesh if it is a slice."""
     cut = tuple(dim for dim, placement in enumerate(placements) if not placement.is_replicate())
     if root is None:
         return _Slot(own, (mesh, cut))
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "else there were no groups"
+    # Replicas of a slice within its own mesh hold the same: only the one at coordinate 0 of each such dim counts.
     is_first = all(dim in cut or at == 0 for dim, at in enumerate(coordinate))
     dims = tuple(range(root.ndim))
     spread = tuple(RankGroup.of(root, dim) for dim in dims if root.size(dim) > 1)
@@ -444,7 +452,7 @@ def _are_one(slot: _Slot, other: _Slot) -> bool:
 
 
 def _share_spec(tensor: torch.Tensor, gradient: torch.Tensor) -> bool:
-    """Whether they lie alike for sure, which costs nothing to see."""
+    """Whether both have the very same spec. If not, they may still have the same placements."""
     if isinstance(tensor, DTensor) and isinstance(gradient, DTensor):
         return _torch.spec_of(tensor) is _torch.spec_of(gradient)
     return tensor is gradient
@@ -463,11 +471,11 @@ def _local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Norm:
-    """How the norm of some order is put together from parts.
+    """How the norm of some order is computed from parts.
 
-    A *value* is a tensor (k,) that an all-reduce can combine: the sum of the p-th powers, k = 1. For the largest,
-    k = 2, (largest, 1 if there is a NaN), since a maximum over ranks may lose a NaN on some of them. Of order 0, k is 1
-    for the number of tensors, and their number n where it is still to be found which of them are not zero.
+    A *value* is a tensor (k,) that an all-reduce can combine. k is 1 for the sum of p-th powers. For the maximum it is
+    2: (largest, 1 if there is a NaN), since a maximum over ranks may lose a NaN. For order 0 it is 1 for the number of
+    tensors; while it is not known yet which of n tensors have an element that is not zero, it is n.
     """
 
     order: float
@@ -484,7 +492,7 @@ class _Norm:
 
     @property
     def op(self) -> Any:
-        """How values are combined."""
+        """How an all-reduce combines values."""
         return dist.ReduceOp.MAX if math.isinf(self.order) else dist.ReduceOp.SUM
 
     def of_nothing(self, device: torch.device) -> torch.Tensor:
@@ -492,7 +500,7 @@ class _Norm:
         return torch.zeros(2 if math.isinf(self.order) else 1, dtype=_widest_dtype(device), device=device)
 
     def value(self, norms: torch.Tensor) -> torch.Tensor:
-        """The value of tensors with ``norms`` (n,)."""
+        """The value (k,) of tensors whose norms are ``norms`` (n,)."""
         if math.isinf(self.order):
             largest = norms.amax()
             is_nan = largest.isnan()
@@ -504,7 +512,7 @@ class _Norm:
         return values.amax(0) if math.isinf(self.order) else values.sum(0)
 
     def total(self, value: torch.Tensor) -> torch.Tensor:
-        """The norm () that ``value`` (k,) stands for."""
+        """The norm () that a ``value`` (k,) stands for."""
         if math.isinf(self.order):
             return torch.where(value[1] > 0, math.nan, value[0])
         return value[0] if self.order == 0 else value[0].pow(1.0 / self.order)
@@ -518,11 +526,12 @@ def _widest_dtype(device: torch.device) -> torch.dtype:
 def _total_norm(
     slots: _Slots, norm_type: float, error_if_nonfinite: bool, foreach: bool | None, mesh: DeviceMesh | None
 ) -> torch.Tensor:
-    """Collective; see [Note: which collectives]. All slots are one number by the time ``mesh`` joins in."""
+    """The norm () of all slots. Collective, see [Note: which collectives]; `mesh` is reduced over last, one number."""
     norm, further = _Norm.of(norm_type), _axes_of(mesh)
     device = slots.device or (torch.device("cpu") if mesh is None else device_of(mesh))
     every = slots.slots
     if norm.order == 0:
+        # Whether a parameter counts must be known for all of its shards before parameters are counted.
         found = [_found_in_each(slot.of_each, device) for slot in every]
         found = _reduced(found, [slot.spread if slot.own is None else slot.own for slot in every], dist.ReduceOp.MAX)
         counted = [(slot, _counted_once(slot, value, further)) for slot, value in zip(every, found, strict=True)]
@@ -532,6 +541,7 @@ def _total_norm(
         here = [_local_value(slot.groups if slot.counts else {}, norm, foreach, device) for slot in every]
         values = _added_up(list(zip(every, here, strict=True)), norm, further)
     value = norm.combine(torch.stack(values)) if values else norm.of_nothing(device)
+    # One number by now, whichever slots there are: other ranks of ``mesh`` may have other parameters.
     for group in further:
         value = _all_reduce(value, norm.op, group)
     total = norm.total(value).to(slots.dtype)
@@ -544,7 +554,7 @@ def _total_norm(
 
 
 def _reduced(values: list[torch.Tensor], spreads: Sequence[Sequence[RankGroup]], op: Any) -> list[torch.Tensor]:
-    """``values``, (k,) each, combined over their ``spreads``. Collective."""
+    """``values``, (k,) each, reduced over their ``spreads``: one all-reduce for each process group. Collective."""
     values = list(values)
     for group in dict.fromkeys(group for spread in spreads for group in spread):
         members = [index for index, spread in enumerate(spreads) if group in spread]
@@ -556,15 +566,16 @@ def _reduced(values: list[torch.Tensor], spreads: Sequence[Sequence[RankGroup]],
 
 
 def _found_in_each(tensors: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
-    """(n,) on ``device``: 1 for each of ``tensors`` that has an element that is not zero on this rank."""
+    """(n,) on ``device``: 1 for each of ``tensors`` that has an element other than zero on this rank."""
     found = [torch.zeros((), device=device) if each is None else each.any().to(device) for each in tensors]
     return torch.stack([each.to(_widest_dtype(device)) for each in found])
 
 
 def _counted_once(slot: _Slot, found: torch.Tensor, further: Sequence[RankGroup]) -> torch.Tensor:
-    """(1,): how many of ``found`` (n,), which all ranks of the spread know, so that ``further`` adds them up once.
+    """How many of ``found`` (n,) count, (1,), on one of the ranks that know them, so that a sum counts them once.
 
-    Of slices, which those of their own mesh know, so that the spread does.
+    All ranks of the spread know ``found``, and ``further`` sums it. For slices the ranks of their own mesh know it, and
+    the spread sums it.
     """
     counts = slot.counts and _is_first(slot.inside(further) if slot.own is None else slot.own)
     return found.sum().reshape(1) if counts else found.new_zeros(1)
@@ -575,10 +586,10 @@ def _is_first(groups: Sequence[RankGroup]) -> bool:
 
 
 def _added_up(found: list[tuple[_Slot, torch.Tensor]], norm: _Norm, further: Sequence[RankGroup]) -> list[torch.Tensor]:
-    """The values (k,) of slots, combined over their spreads so that ``further`` adds each up once. Collective.
+    """The values (k,) of slots, reduced over their spreads so that ``further`` adds up each of them once. Collective.
 
-    Slots of one spread are one value. Those of slices come last, in an order that does not depend on which of them a
-    rank meets first, as it may have others than the next.
+    Slots of one spread become one value. Slices come last, sorted by their spread: a rank may have other slices than
+    the next, so the order in which it meets them must not matter.
     """
     ordered = sorted(found, key=lambda each: [] if each[0].own is None else [group.ranks for group in each[0].spread])
     together: dict[ReductionGroups, tuple[_Slot, list[torch.Tensor]]] = {}
@@ -587,7 +598,8 @@ def _added_up(found: list[tuple[_Slot, torch.Tensor]], norm: _Norm, further: Seq
     values, spreads, kept = [], [], []
     for slot, of_slots in together.values():
         inside = slot.inside(further)
-        # What ``further`` adds up itself; else it gets the whole from one of its ranks.
+        # Where the spread has all of `inside`, `further` reduces over these later, and the spread leaves them out. Else
+        # the spread reduces first, and one rank passes the result on to `further`, as all of them have it.
         is_left = all(group in slot.spread for group in inside)
         spreads.append([group for group in slot.spread if not is_left or group not in inside])
         kept.append(is_left or _is_first(inside))
@@ -610,7 +622,7 @@ def _axes_of(mesh: DeviceMesh | None) -> list[RankGroup]:
 
 
 def _local_value(gradients: _Groups, norm: _Norm, foreach: bool | None, device: torch.device) -> torch.Tensor:
-    """The value (k,) on ``device`` of what this rank has. No communication."""
+    """The value (k,) of this rank's gradients, on ``device``. No communication."""
     if not gradients:
         return norm.of_nothing(device)
     dtype = _widest_dtype(device)
@@ -619,7 +631,8 @@ def _local_value(gradients: _Groups, norm: _Norm, foreach: bool | None, device: 
 
 
 def _norms_of(tensors: list[torch.Tensor], order: float, foreach: bool | None) -> list[torch.Tensor]:
-    """The norm () of each of ``tensors``, of one device and dtype and none empty; in float32 at least."""
+    """The norm () of each of ``tensors``, in float32 or wider. They have one device and dtype, and none is empty."""
+    # In half precision a sum of squares would overflow, or lose small terms.
     dtype = torch.float32 if tensors[0].dtype in (torch.float16, torch.bfloat16) else None
     if foreach is False:
         return [torch.linalg.vector_norm(each, order, dtype=dtype) for each in tensors]
@@ -627,7 +640,8 @@ def _norms_of(tensors: list[torch.Tensor], order: float, foreach: bool | None) -
 
 
 def _all_reduce(value: torch.Tensor, op: Any, group: RankGroup) -> torch.Tensor:
-    """``value`` combined over the ranks of ``group``, which all must call; written in place if it is there."""
+    """``value`` reduced over the ranks of ``group``, which all must call; in place if it is on the group's device."""
+    # Gradients of an offloaded model are on the host, while its process groups communicate from the device.
     sent = value.to(group.device)
     dist.all_reduce(sent, op=op, group=group.group)
     return sent.to(value.device)
@@ -638,7 +652,7 @@ def _all_reduce(value: torch.Tensor, op: Any, group: RankGroup) -> torch.Tensor:
 
 @torch.no_grad()
 def _scale(gradients: _Groups, max_norm: float, total_norm: torch.Tensor, foreach: bool | None) -> None:
-    """Multiply local ``gradients`` in place, without asking the device whether the factor is below 1."""
+    """Multiply local ``gradients`` in place. The host does not wait for the device to see whether this is needed."""
     total = total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm
     factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
     for (device, _), group in gradients.items():

@@ -1,17 +1,17 @@
-"""The gradients of some parameters, those that lie on one buffer as one tensor: for what treats all elements alike.
+"""The gradients of some parameters, with those on one buffer as one tensor: for operations on every element alike.
 
 [Note: what is one tensor]
-The sharded gradients of a group lie on one buffer. Where the ``.grad`` of parameters that follow each other there are
-the ones that were delivered, the slice from the first to the last is one tensor, and what is not theirs in it is zeros:
-the alignment of packed gradients, and the rows that this rank is short of. (A user's function that fills or reduces
-the buffer may leave anything there: gradients of such a group are taken one by one.) A slice ends before anything else:
-a parameter that is not among them (another optimizer may hold it), a gap between gradients that travelled alone, which
-nothing was ever written to, and the numbers that say which parameters had a gradient.
+The sharded gradients of a group lie on one buffer. If the ``.grad`` of parameters that follow each other there are the
+delivered ones, the slice from the first to the last is one tensor, and whatever else is in it is zeros: the padding
+between packed gradients, and the rows that this rank is short of. (A user's function that fills or reduces the buffer
+may leave anything there, so gradients of such a group are taken one by one.) A slice ends before a parameter that is
+not among them (another optimizer may hold it), before a gap between gradients that travelled alone, to which nothing
+was ever written, and before the grad mask, which says which parameters had a gradient.
 
 [Note: norms of rows]
-On a CPU the norm of each of many small tensors costs a call each, while those of the rows of a matrix are one. Equal
-gradients lie side by side, in rows. A row is summed as a tensor of its size is, to the same bits, as long as torch
-leaves that to one thread: for less than 32768 elements. The kernels of accelerators are others.
+On a CPU the norms of many small tensors cost a call each, while those of the rows of a matrix cost one call. Gradients
+of one size that lie side by side are such rows. A row is summed as a tensor of its size is, to the same bits, as long
+as torch uses one thread for it: for less than 32768 elements. Kernels of accelerators sum in another order.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from fsdp2.core.param import FSDPParam, Link, fsdp_param_of
 _gradient_of = operator.attrgetter("grad")
 
 _MOST_IN_A_ROW = 1 << 15
-"""Elements from which on torch may share a sum out among threads."""
+"""The number of elements at which torch may begin to split a sum over threads."""
 
 _View = tuple[int, tuple[int, ...], tuple[int, ...]]
-"""Where something starts in a buffer, its shape, its strides."""
+"""Where something starts in a buffer, its shape, and its strides."""
 
 
 class _Together(NamedTuple):
@@ -44,12 +44,12 @@ class _Together(NamedTuple):
 
     Attributes:
         params: the sharded parameters, in the order in which their gradients lie.
-        bucket: that delivers them.
-        pick: what belongs to each, of a sequence of what belongs to all parameters of the bucket.
-        pieces: of the buffer, each of which is one tensor, (numel,).
-        rows: (k, n) of the buffer, dense in each row: k > 1 of the parameters that follow each other.
-        apart: positions of those in no row.
-        order: of the parameters, as their norms come: those of `rows`, those `apart`.
+        bucket: the bucket that delivers them.
+        pick: takes what belongs to these parameters out of a sequence for all parameters of the bucket.
+        pieces: slices (numel,) of the buffer, each of which is one tensor.
+        rows: views (k, n) of the buffer: the gradients of k > 1 parameters that follow each other, a row for each.
+        apart: positions of the parameters that are in no row.
+        order: the parameters in the order of their norms: those in `rows`, then those `apart`.
     """
 
     params: tuple[torch.Tensor, ...]
@@ -62,19 +62,19 @@ class _Together(NamedTuple):
 
     @classmethod
     def of(cls, held: set[FSDPParam], bucket: GradientBucket) -> _Together:
-        """Those of ``bucket`` that are ``held``; see [Note: what is one tensor]."""
+        """The parameters of ``bucket`` that are ``held``; see [Note: what is one tensor]."""
         slots = bucket.layout.slots
         positions: list[int] = []
         pieces: list[tuple[int, int]] = []
+        # In buffer order. Zeros that pad a packed gradient lie before it, and become a part of the piece.
         for position in sorted(range(len(slots)), key=lambda index: slots[index].offset):
             param, slot = bucket.params[position], slots[position]
             if param not in held:
                 continue
             positions.append(position)
+            # On a rank that does not own the parameter, its place has another one, which that rank owns.
             is_owned = slot.partition.owner is not None
-            numel = (
-                param.local.numel() if is_owned else slot.shard_numel
-            )  # at another owner's place lies something else
+            numel = param.local.numel() if is_owned else slot.shard_numel
             pad_numel = 0 if slot.direct or is_owned else slot.pad_numel
             start, length = pieces[-1] if pieces else (-1, 0)
             if numel and start + length == slot.offset - pad_numel:
@@ -96,21 +96,22 @@ class _Together(NamedTuple):
         )
 
     def gradients(self) -> Iterator[torch.Tensor]:
-        """The gradients: slices of the buffer, or each by itself if one is not as it was delivered."""
+        """The gradients: slices of the buffer; or each by itself, if one is not the delivered one."""
         slices = self.slices()
         return _each(self.params) if slices is None else iter(slices)
 
     def slices(self) -> list[torch.Tensor] | None:
-        """The slices of the buffer; None if a gradient is not as it was delivered."""
+        """The slices of the buffer; None if a gradient is not the delivered one."""
         bucket = self.bucket()
         delivered = None if bucket is None else bucket.delivered
+        # Compared by identity: a gradient that was replaced or cleared lies elsewhere.
         found = map(_gradient_of, self.params)
         if delivered is None or not all(map(operator.is_, found, self.pick(delivered.gradients))):
             return None
         return list(itertools.starmap(delivered.view, self.pieces))
 
     def norms(self, order: float) -> Iterator[torch.Tensor]:
-        """(k,) each, all of one dtype: the norms of the gradients, in `order`. After `slices`."""
+        """The norms of the gradients in `order`, as several (k,) of one dtype. Call it after `slices`."""
         delivered = _delivered(self)
         for rows in itertools.starmap(delivered.view, self.rows):
             yield torch.linalg.vector_norm(rows, order, dim=1)
@@ -119,7 +120,8 @@ class _Together(NamedTuple):
 
 
 def _picking(positions: tuple[int, ...]) -> Callable[[Sequence[Any]], Iterable[Any]]:
-    """What takes those at ``positions`` out of a sequence, in one call."""
+    """A function that takes the items at ``positions`` out of a sequence, in one call."""
+    # `itemgetter` of one position would return the item itself, not a sequence of one.
     if len(positions) > 1:
         return operator.itemgetter(*positions)
     return operator.itemgetter(slice(positions[0], positions[0] + 1) if positions else slice(0))
@@ -133,7 +135,7 @@ def _delivered(together: _Together) -> GradientBuffer:
 
 
 def _rows(bucket: GradientBucket, positions: Sequence[int]) -> tuple[tuple[_View, ...], tuple[int, ...]]:
-    """What is rows of a matrix, of the gradients at ``positions`` in the order of the buffer; and whose, in turn."""
+    """The gradients at ``positions`` that form rows of matrices, in buffer order; and the positions in these rows."""
     rows: list[_View] = []
     members: list[int] = []
     run: list[int] = []
@@ -147,9 +149,11 @@ def _rows(bucket: GradientBucket, positions: Sequence[int]) -> tuple[tuple[_View
         run.clear()
 
     for position in positions:
+        # The rows of a matrix have one size, and one distance from each to the next.
         is_equal = run and sizes[position] == sizes[run[-1]]
         if not is_equal or (len(run) > 1 and starts[position] - starts[run[-1]] != starts[run[1]] - starts[run[0]]):
             end_run()
+        # Larger gradients, and permuted ones, would not be summed to the same bits.
         if sizes[position] < _MOST_IN_A_ROW and not bucket.layout.slots[position].partition.order:
             run.append(position)
     end_run()
@@ -157,13 +161,13 @@ def _rows(bucket: GradientBucket, positions: Sequence[int]) -> tuple[tuple[_View
 
 
 def _each(params: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The local gradient of each of ``params`` that has one, and elements of it on this rank."""
+    """The local gradient of each of ``params`` that has one, with elements on this rank."""
     for param in params:
         gradient = param.grad
         if gradient is None:
             continue
         if gradient.is_sparse:
-            # What several entries of one place add up to may be infinite, though none of them is.
+            # The sum of several entries for one place may be infinite, though none of them is.
             param.grad = gradient = gradient.coalesce()
             gradient = gradient.values()
         local = _torch.wait_for_tensor(_torch.plain_of(gradient))
@@ -172,10 +176,10 @@ def _each(params: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 class Delivered:
-    """Parameters, and where their gradients are delivered; good as long as they are the same, laid out as they were.
+    """Parameters, and where their gradients are delivered; valid while both stay the same, see `is_of`.
 
     Attributes:
-        known: what its users have found out about parameters that does not change before that does, by its class.
+        known: what users of this class have found out about the parameters, by a class of theirs; as long valid.
     """
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
@@ -194,24 +198,25 @@ class Delivered:
         self._in_turn: Callable[[Sequence[Any]], Iterable[Any]] | None = None
 
     def is_of(self, params: Sequence[torch.Tensor]) -> bool:
-        """Whether it was made of ``params``, whose gradients are laid out as they were."""
+        """Whether it was made of ``params``, and their gradients are laid out as they were then."""
         known = self._params
         if params is not known and (len(params) != len(known) or not all(map(operator.is_, params, known))):
             return False
         groups = [group for reference in self._groups if (group := reference()) is not None]
+        # A group that is laid out again makes new buckets, so it is enough to compare identities.
         now = _buckets_of(groups)
         return len(now) == len(self._buckets) and all(
             bucket is reference() for bucket, reference in zip(now, self._buckets, strict=True)
         )
 
     def gradients(self) -> Iterator[torch.Tensor]:
-        """Local tensors, none empty, that are all gradients of the parameters, and zeros."""
+        """Local tensors, none empty, that hold all gradients of the parameters, and zeros."""
         for together in self._together:
             yield from together.gradients()
         yield from _each(self._others)
 
     def slices(self) -> list[torch.Tensor] | None:
-        """The same, if each lies on a buffer as it was delivered, and no parameter comes twice; else None."""
+        """`gradients`, if all of them are delivered ones, and no parameter comes twice; else None."""
         if sum(len(together.params) for together in self._together) != len(self._params):
             return None
         with _torch.plain_attributes():
@@ -219,9 +224,9 @@ class Delivered:
         return None if any(each is None for each in found) else [part for each in found if each for part in each]
 
     def locals(self) -> tuple[torch.Tensor, ...]:
-        """The local tensors of all gradients, in the order of the parameters. After `slices`.
+        """The local tensors of all gradients, in the order of the parameters. Call it after `slices`.
 
-        Not to be kept: a buffer whose gradients somebody holds is not used again.
+        Do not keep them: a buffer whose gradients somebody holds is not used again.
         """
         found: list[torch.Tensor] = []
         for together in self._together:
@@ -233,9 +238,9 @@ class Delivered:
         return tuple(self._in_turn(found))
 
     def norms(self, order: float) -> torch.Tensor:
-        """(n,): of each gradient, as the parameters were given; see [Note: norms of rows]. After `slices`.
+        """The norm of each gradient, (n,), in the order of the parameters. Call it after `slices`.
 
-        All of them must be of one floating-point dtype and on the CPU.
+        All of them must have one floating-point dtype and be on the CPU. See [Note: norms of rows].
         """
         if self._order is None:
             found = [id(together.params[index]) for together in self._together for index in together.order]
@@ -246,12 +251,12 @@ class Delivered:
 
 
 def _buckets_of(groups: Iterable[FSDPParamGroup]) -> list[GradientBucket]:
-    """Those of ``groups`` in which all that is not a gradient is zeros."""
+    """The buckets of ``groups`` in whose buffers everything but the gradients is zeros."""
     return [bucket for group in groups if not group.settings.has_user_reduction for bucket in group.reducer.buckets]
 
 
 def delivered_of(params: Sequence[torch.Tensor]) -> Delivered | None:
-    """Where the gradients of ``params`` are delivered, remembered by the first of them; None if that is not sharded."""
+    """Where the gradients of ``params`` are delivered, remembered on the first of them; None if that is not sharded."""
     if not params or fsdp_param_of(params[0]) is None:
         return None
     link: Link[Delivered] | None = getattr(params[0], "_fsdp_delivered", None)

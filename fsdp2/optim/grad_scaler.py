@@ -1,14 +1,14 @@
-"""`ShardedGradScaler`: loss scaling, of which all ranks agree whether a step is skipped.
+"""`ShardedGradScaler`: loss scaling in which all ranks agree whether a step is skipped.
 
-``torch.amp.GradScaler`` does the rest: the scale, how it grows, what is stepped. Here is only how the gradients of an
-optimizer are unscaled, and how the ranks learn that one of them was not finite.
+``torch.amp.GradScaler`` does the rest: the scale, how it grows, and the steps. This file says only how gradients are
+unscaled, and how ranks learn that one of them was not finite.
 
 [Note: who must agree]
-Which ranks these are follows from the parameters of the optimizer, never from their gradients, which a rank may lack:
-those of all meshes that a parameter is on, replicas included; and of a parameter that lies on a part of the ranks of
-its module (`optim/slices.py`) those of the module, or else ranks would go on with different scales. One all-reduce over
-a process group that there is already. Where there is none of just these ranks (a mesh of two dims beside pipeline
-stages), the dims of the mesh that has them in turn: a maximum over rows and then over columns is one over all.
+The parameters of the optimizer decide which ranks these are, never their gradients, which a rank may lack. They are the
+ranks of all meshes that a parameter is on, replicas included. For a parameter that lies on a part of its module's ranks
+(`optim/slices.py`) they are all ranks of the module, as ranks would go on with different scales otherwise. One
+all-reduce over an existing process group tells them. If no group has just these ranks (a mesh of two dims beside
+pipeline stages), it is done over the dims of the mesh in turn: a maximum over rows and then columns is one over all.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from fsdp2.optim.slices import SLICES
 
 
 class _Plan(Delivered):
-    """How the gradients of one optimizer are unscaled, as long as it holds the same parameters.
+    """How the gradients of one optimizer are unscaled, for as long as it holds the same parameters.
 
     Attributes:
-        meshes: of the parameters, each once, and of the modules of slices.
-        changes: of `SLICES`, when it was made.
-        reductions: over which the ranks of these are to agree, in turn.
+        meshes: the meshes of the parameters, each once, and those of the modules of slices.
+        changes: `SLICES.changes` when this was made.
+        reductions: the groups over which their ranks agree, one after the other.
     """
 
     def __init__(self, params: list[torch.Tensor]) -> None:
@@ -57,33 +57,33 @@ class _Plan(Delivered):
 
 @checked_class()
 class ShardedGradScaler(torch.amp.GradScaler):  # type: ignore[name-defined]  # up to torch 2.11
-    """Scales losses and unscales gradients, for models that `fully_shard` was called on, on any device, CPU too.
+    """Scales losses and unscales gradients for models that `fully_shard` was called on, on any device, CPU too.
 
-    As ``torch.amp.GradScaler``, with the same methods and the same state dict, but for this: an optimizer's step is
-    skipped on all ranks if a gradient is not finite on one of them, gradients may be fp16, and `scale` keeps the dtype
-    of what it scales. Gradients that lie on one buffer are unscaled as one tensor, by one kernel for each dtype and
-    device; one all-reduce of one number says what was found. Parameters may be sharded, replicated, offloaded or plain
-    ones, together in one optimizer; gradients of plain ones are expected to be alike on all ranks.
+    It has the methods and the state dict of ``torch.amp.GradScaler``, but: an optimizer's step is skipped on all ranks
+    if a gradient is not finite on one of them, gradients may be fp16, and `scale` keeps the dtype of what it scales.
+    Gradients on one buffer are unscaled as one tensor, by one kernel for each dtype and device; one all-reduce of one
+    number tells all ranks what was found. One optimizer may hold sharded, replicated, offloaded and plain parameters;
+    gradients of plain ones are expected to be the same on all ranks.
 
-    `unscale_`, or else `step`, must be called by all ranks that hold parts of an optimizer's parameters, also where
-    some or all gradients are None. Of parameters that ``shard_placement_fn`` has put on a part of their
-    module's ranks, as experts, that is by all ranks of the module, in the same order if there are several optimizers:
+    Collective: all ranks that hold parts of an optimizer's parameters must call `unscale_`, or else `step`, also where
+    some or all gradients are None. For parameters that ``shard_placement_fn`` has put on a part of their module's
+    ranks, such as experts, all ranks of the module must call it, in the same order if there are several optimizers:
     they skip a step of their experts together, and go on with one scale.
 
     Args:
         device: the type of device that losses are on.
-        init_scale: what losses are multiplied by at first.
-        backoff_factor: by which the scale is multiplied after a step that was skipped.
-        growth_factor: by which it is multiplied after ``growth_interval`` steps that were not.
-        growth_interval: see there.
+        init_scale: the factor that losses are multiplied by at first.
+        backoff_factor: the scale is multiplied by it after a step that was skipped.
+        growth_factor: the scale is multiplied by it after ``growth_interval`` steps that were not skipped.
+        growth_interval: how many steps in a row let the scale grow.
         enabled: False: nothing is scaled, and `step` only steps.
-        process_group: the ranks that skip a step together; None: those of the meshes of the optimizer's parameters.
-            With pipeline parallelism give it all stages, which must go on with one scale.
+        process_group: the ranks that skip a step together; None: the ranks of the meshes of the optimizer's parameters.
+            With pipeline parallelism pass the group of all stages, which must go on with one scale.
 
     Raises:
-        FSDPTypeError: an argument of another type.
-        FSDPValueError: this rank is not part of ``process_group``; later: no process group has just the ranks of the
-            meshes, so one must be given.
+        FSDPTypeError: an argument is of another type.
+        FSDPValueError: this rank is not part of ``process_group``. Raised later: no process group has just the ranks of
+            the meshes, so one must be given.
     """
 
     def __init__(
@@ -106,10 +106,10 @@ class ShardedGradScaler(torch.amp.GradScaler):  # type: ignore[name-defined]  # 
         self._plans: weakref.WeakKeyDictionary[Optimizer, _Plan] = weakref.WeakKeyDictionary()
 
     def scale(self, outputs: Any) -> Any:
-        """``outputs``, a tensor or an iterable of such, multiplied by the scale; in their own dtypes.
+        """``outputs``, a tensor or an iterable of tensors, multiplied by the scale, each in its own dtype.
 
         Raises:
-            ValueError: they are something else.
+            ValueError: ``outputs`` is something else.
         """
         if not self.is_enabled():
             return outputs
@@ -125,30 +125,31 @@ class ShardedGradScaler(torch.amp.GradScaler):  # type: ignore[name-defined]  # 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        """Unscale the gradients of ``optimizer``. Collective, over the ranks that [Note: who must agree] tells.
+        """Unscale the gradients of ``optimizer``. Collective over the ranks of [Note: who must agree].
 
-        What ``torch.amp.GradScaler`` calls, from its ``unscale_`` and its ``step``. Does not wait for the device.
+        ``unscale_`` and ``step`` of ``torch.amp.GradScaler`` call it. The host does not wait for the device.
 
         Args:
-            optimizer: the gradients of whose parameters are multiplied in place.
-            inv_scale: () by which.
+            optimizer: the optimizer whose gradients are multiplied in place.
+            inv_scale: () that they are multiplied by.
             found_inf: () of zero.
-            allow_fp16: not looked at: fp16 gradients are those of a model that is fp16 as a whole.
+            allow_fp16: ignored: gradients are fp16 if the whole model is.
 
         Returns:
-            One tensor (), by its device: not zero if a gradient on some rank was not finite.
+            One tensor () by its device, not zero if a gradient was not finite on some rank.
         """
-        GUARD.look_through(optimizer)  # so that it holds the parameters that have the gradients
+        GUARD.look_through(optimizer)  # first, so that it holds the parameters that have the gradients
         plan = self._plan_of(optimizer)
         alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         with _torch.plain_attributes():
             for gradient in plan.gradients():
                 alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+        # One flag for each device: gradients of offloaded parameters are unscaled on the host.
         found = {found_inf.device: found_inf}
         for (device, _), gradients in alike.items():
             if device not in found:
                 found[device] = torch.zeros_like(found_inf, device=device)
-            # The host reads its copy at once.
+            # To the CPU it must be a blocking copy, as the host reads it at once.
             scale = inv_scale.to(device, non_blocking=device.type != "cpu")
             _torch.unscale(gradients, found[device], scale)
         total = self._agreed([*found.values()], plan)
@@ -162,7 +163,7 @@ class ShardedGradScaler(torch.amp.GradScaler):  # type: ignore[name-defined]  # 
         return plan
 
     def _agreed(self, found: list[torch.Tensor], plan: _Plan) -> torch.Tensor:
-        """The largest of ``found`` (), on all ranks that are concerned. Collective."""
+        """The largest of ``found`` () over all ranks that must agree. Collective."""
         if self.process_group is None:
             groups = plan.reductions
         else:
@@ -175,30 +176,31 @@ class ShardedGradScaler(torch.amp.GradScaler):  # type: ignore[name-defined]  # 
         return total
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled: not what is known of optimizers of this process."""
+        """The state to pickle, without what is known of this process's optimizers."""
         return {name: value for name, value in super().__getstate__().items() if name != "_plans"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Unpickled."""
+        """Restore a pickled state; optimizers are looked at anew."""
         super().__setstate__(state)
         self._plans = weakref.WeakKeyDictionary()
 
 
 def _given(group: dist.ProcessGroup, devices: Sequence[torch.device]) -> RankGroup:
-    """``group``, communicating from the first of ``devices`` for which it has a backend."""
+    """``group``, with the first of ``devices`` that it has a backend for."""
     able = [device for device in devices if _torch.backend_name(group, device)]
     return RankGroup(tuple(dist.get_process_group_ranks(group)), group, (able or list(devices))[0])
 
 
 def _groups_of(meshes: Sequence[DeviceMesh]) -> list[RankGroup]:
-    """What is to be reduced over, in turn, for the ranks of all ``meshes`` to agree: see [Note: who must agree].
+    """The groups to reduce over, in turn, so that the ranks of all ``meshes`` agree: see [Note: who must agree].
 
     Raises:
-        FSDPValueError: there is no such group.
+        FSDPValueError: no groups reach just these ranks.
     """
     ranks = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
     if len(ranks) < 2:
         return []
+    # In this order: a mesh dim with just these ranks, the default group, all dims of one mesh in turn.
     dims = [RankGroup.of(mesh, axis) for mesh in meshes for axis in range(mesh.ndim)]
     for group in dims:
         if set(group.ranks) == ranks:

@@ -1,11 +1,11 @@
-"""Optimizers that were built on parameters which never receive a gradient: found at their first step, and re-keyed.
+"""Finds optimizers that were built on parameters which never receive a gradient, at their first step, and re-keys them.
 
-`fully_shard` puts sharded parameters in the place of the user's, and after a forward the unsharded ones of modules that
-do not reshard are registered. An optimizer that was built on either would step on nothing, silently. Before an
-optimizer's step this guard replaces them by the sharded parameters in its groups and its state. After the step it tells
-the groups that their parameters were written.
+`fully_shard` replaces the user's parameters by sharded ones, and after a forward the unsharded ones of modules that do
+not reshard are registered. An optimizer that was built on either would step on nothing, silently. Before an optimizer's
+step this guard replaces them by the sharded parameters in its groups and its state. After the step it tells the groups
+that their parameters were written.
 
-The guard is one pair of global optimizer hooks, installed by the first `fully_shard`, removable with `remove`. An
+The guard is one pair of global optimizer hooks. The first `fully_shard` installs it, and `remove` takes it away. An
 optimizer is looked through once; after that a step costs a comparison per parameter group.
 """
 
@@ -46,13 +46,15 @@ LOG = logging.getLogger("fsdp2")
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What an optimizer looked like when it was looked through, and whose parameters it writes.
+    """What an optimizer looked like when it was looked through, and what its steps write.
 
     Attributes:
+        signature: equal as long as the optimizer need not be looked through again.
         ordinary: how it steps on local shards; None: it does not.
-        on_host: groups whose shards are in host memory, where copies may still read them.
+        write_counters: count the writes to its parameters.
+        on_host: groups whose shards are in host memory, where copies may still be reading them.
         summing: groups whose gradients may add up on the host.
-        groups: all.
+        groups: all groups of its parameters.
     """
 
     signature: list[int]
@@ -71,10 +73,10 @@ class OptimizerGuard:
         self._handles: list[Any] = []
         self._stepping: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._has_warned = False
-        self._lock = threading.Lock()  # ranks may be threads of one process, and the hooks are the process's
+        self._lock = threading.Lock()  # ranks may be threads of one process, which share the hooks
 
     def install(self) -> None:
-        """Register the hooks, if they are not."""
+        """Register the hooks, unless they are registered."""
         with self._lock:
             if not self._handles:
                 self._handles = [
@@ -84,7 +86,7 @@ class OptimizerGuard:
                 WriteCounter.unwatched = False
 
     def remove(self) -> None:
-        """Take the hooks away. Optimizers are then no longer checked, until the next `fully_shard`."""
+        """Remove the hooks. Until the next `fully_shard` no optimizer is checked then."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -92,6 +94,7 @@ class OptimizerGuard:
 
     @_torch_compiler.stays_outside("fsdp2 looks through optimizers before each step, outside of graphs")
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        # torch passes the arguments of ``step``: the optimizer, and a closure by position or by name.
         closure: Any = None
         result: tuple[Any, Any] | None = None
         if args[1:]:
@@ -101,9 +104,10 @@ class OptimizerGuard:
         seen = self._looked_through(optimizer)
         ordinary = seen.ordinary
         if closure is None or not callable(closure):
+            # In most programs both are empty, so a step does not look at its groups.
             if GradientReducer.owing or seen.summing:
                 self._refuse_lost_gradients(seen)
-            for write_counter in seen.write_counters:  # where something raises, nothing is called after the step
+            for write_counter in seen.write_counters:  # already now: if the step raises, no hook is called after it
                 write_counter.writes += 1
         else:
             counted = self._counted(closure, seen)
@@ -114,17 +118,18 @@ class OptimizerGuard:
             result = args, kwargs
         with self._lock:
             self._stepping.add(optimizer)
-            WriteCounter.unwatched = True  # a closure may run forwards between the writes of one step
+            WriteCounter.unwatched = True  # a closure may run forwards between two writes of one step
         if ordinary is None:
             return result
-        if _torch_compiler.frame_callback() is not None:  # it is being compiled, or was
+        if _torch_compiler.frame_callback() is not None:  # a compiled function calls the step, or has called it
             ordinary.forget()
             return result
         stand_in = ordinary.stand_in(optimizer)
+        # torch calls the ``step`` of the class with the arguments that this hook returns.
         return result if stand_in is None else ((stand_in, *args[1:]), kwargs)
 
     def _counted(self, closure: Callable[[], Any], seen: _Seen) -> Callable[[], Any]:
-        """``closure``, whose backward needs the parameters of before, and brings gradients: writes begin after it."""
+        """``closure``, after which writes are counted: its backward still needs the values of before the step."""
 
         @functools.wraps(closure)
         def evaluated() -> Any:
@@ -137,7 +142,7 @@ class OptimizerGuard:
         return evaluated
 
     def look_through(self, optimizer: Optimizer) -> _Seen:
-        """Before a step: re-key ``optimizer`` if it changed since the last time.
+        """Do what is due before a step: re-key ``optimizer`` if it changed since the last time.
 
         Raises:
             FSDPRuntimeError: the step would lose gradients.
@@ -154,6 +159,7 @@ class OptimizerGuard:
             seen = _seen(optimizer)
             refuse_outside(optimizer, [group for each in seen.groups if (group := each()) is not None])
             self._seen[optimizer] = seen
+        # Shards in host memory may still be the source of copies to the device; the step is going to write them.
         for reference in seen.on_host:
             group = reference()
             if group is not None and group.comm is not None:
@@ -168,7 +174,7 @@ class OptimizerGuard:
 
     @contextmanager
     def knows_parameters_of(self, optimizer: Optimizer) -> Iterator[None]:
-        """A block in which ``optimizer``, looked through before, has others in the place of some parameters."""
+        """A block in which ``optimizer`` holds others in place of some parameters, and is not looked through again."""
         seen = self._seen[optimizer]
         self._seen[optimizer] = dataclasses.replace(seen, signature=_signature(optimizer))
         try:
@@ -177,7 +183,7 @@ class OptimizerGuard:
             self._seen[optimizer] = seen
 
     def _warn_of_gradients_that_wait(self, seen: _Seen) -> None:
-        """Once: a step that finds no gradient of a group, for all that was computed waits to be reduced."""
+        """Warn once of a step that finds no gradient in a group, as all that was computed waits to be reduced."""
         for reference in seen.groups:
             group = reference()
             if group is None or not group.reducer.waiting & Waiting.UNREDUCED:
@@ -203,11 +209,11 @@ class OptimizerGuard:
 
 
 GUARD = OptimizerGuard()
-"""The one guard of this process: torch's optimizer hooks are global too."""
+"""The guard of this process: torch's optimizer hooks are global too."""
 
 
 def _signature(optimizer: Optimizer) -> list[int]:
-    """Changes when the optimizer was given other parameters, or any sharded parameter was created or replaced."""
+    """A list that changes if the optimizer gets other parameters, or any sharded parameter is created or replaced."""
     found = [FSDPParam.identity_changes]
     for group in optimizer.param_groups:
         params = group["params"]
@@ -219,6 +225,7 @@ def _seen(optimizer: Optimizer) -> _Seen:
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     owners = [owner for parameter in parameters if (owner := fsdp_param_of(parameter)) is not None]
     groups = dict.fromkeys(owner.group for owner in owners if owner.group is not None)
+    # Groups are held weakly: an optimizer must not keep those of a dropped model alive.
     return _Seen(
         _signature(optimizer),
         ordinary_of(optimizer),
@@ -239,14 +246,14 @@ def _refuse_to_skip(group: FSDPParamGroup | None) -> None:
 
 
 def rekey(optimizer: Optimizer) -> None:
-    """Put sharded parameters in the place of their predecessors in ``optimizer``'s groups and state.
+    """Replace predecessors of sharded parameters in ``optimizer``'s groups and state by the sharded ones.
 
-    Predecessors are parameters from before `fully_shard`, unsharded ones, and sharded ones that were replaced. State
-    of the unsharded shape is cut to this rank's rows, without communication. Of parameters that `unwrap` has made whole
-    the state is gathered: then collective.
+    Predecessors are parameters from before `fully_shard`, unsharded ones, and sharded ones that were replaced. State of
+    the unsharded shape is cut to this rank's rows, without communication. State of parameters that `unwrap` has made
+    full is gathered, which is collective.
 
     Raises:
-        FSDPRuntimeError: the optimizer then would hold a parameter twice, or lose a gradient, or train nothing.
+        FSDPRuntimeError: the optimizer would then hold a parameter twice, or lose a gradient, or train nothing.
     """
     _refuse_stranded(optimizer)
     present = {parameter for group in optimizer.param_groups for parameter in group["params"]}
@@ -282,7 +289,7 @@ def _refuse_stranded(optimizer: Optimizer) -> None:
 
 
 def _gathered(state: Any, parameter: torch.nn.Parameter, successor: torch.nn.Parameter) -> Any:
-    """``state`` made whole if ``parameter`` was `unwrap`ped; left as it is if ``successor`` is sharded alike again."""
+    """``state``, unsharded if ``parameter`` was unwrapped; unless ``successor`` is sharded as it was before."""
     former = former_of(parameter)
     if former is None:
         return state
@@ -297,7 +304,7 @@ def _gathered(state: Any, parameter: torch.nn.Parameter, successor: torch.nn.Par
 
 
 def _move_gradient(parameter: torch.nn.Parameter, successor: torch.nn.Parameter) -> None:
-    """Keep a gradient of zeros, which torch sets to make an optimizer create its state; refuse any other."""
+    """Move a gradient of zeros, which torch sets to let an optimizer create its state; refuse any other gradient."""
     gradient = parameter.grad
     if gradient is None or successor.grad is not None:
         return
@@ -320,10 +327,11 @@ def _shard_state(state: Any, sharded: torch.nn.Parameter) -> Any:
 
 def _shard_value(value: Any, sharded: Any) -> Any:
     owner = fsdp_param_of(sharded)
+    # State of another shape (a counter, factors of a matrix) has no rows to cut.
     if owner is None or not isinstance(value, torch.Tensor) or value.shape != sharded.shape:
         return value
     if isinstance(value, DTensor):
         if value.placements == sharded.placements and value.device_mesh == sharded.device_mesh:
             return value
-        value = _torch.local_of(value)  # of tensor parallelism
+        value = _torch.local_of(value)  # tensor parallelism has cut it: the rows are those of its local tensor
     return owner.shard_of(value)

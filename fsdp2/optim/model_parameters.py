@@ -1,4 +1,4 @@
-"""The parameters of a whole model, remembered for its root: a walk of the module tree takes longer than clipping."""
+"""The parameters of a model, remembered for its root: to walk the module tree takes longer than clipping."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class _Known(NamedTuple):
 
     Attributes:
         of_groups: the sharded parameters of each of its groups.
-        others: where others are registered that belong to none, and under which name.
-        params: all of them.
+        others: parameters of no group: the ``_parameters`` dict that holds each, its name there, and the parameter.
+        params: all parameters.
     """
 
     of_groups: list[tuple[nn.Parameter, ...]]
@@ -27,16 +27,16 @@ class _Known(NamedTuple):
     params: tuple[torch.Tensor, ...]
 
     def is_still_so(self, of_groups: list[tuple[nn.Parameter, ...]]) -> bool:
-        """Whether no parameter was replaced; modules are what they were."""
+        """Whether no parameter was replaced since. Modules must be the same, which the caller has checked."""
         return all(map(operator.is_, of_groups, self.of_groups)) and all(
             slots.get(name) is param for slots, name, param in self.others
         )
 
 
 def parameters_below(module: nn.Module) -> Sequence[torch.Tensor]:
-    """All parameters of ``module``, each once, the sharded ones in the place of what is registered at the moment.
+    """All parameters of ``module``, each once; sharded ones in place of unsharded ones and predecessors.
 
-    Those of a root that has run are remembered, until modules or parameters were added, removed or replaced.
+    The answer for a root that has run is kept until modules or parameters are added, removed or replaced.
     """
     state = state_of(module)
     root = None if state is None or len(state.modules) > 1 else state.own_root
@@ -47,7 +47,7 @@ def parameters_below(module: nn.Module) -> Sequence[torch.Tensor]:
     if known is None or not known.is_still_so(now):
         found = _walk(module)
         of_groups = {id(param) for group in now for param in group}
-        if not of_groups.issubset(map(id, found)):  # shared with modules elsewhere
+        if not of_groups.issubset(map(id, found)):  # tied to modules elsewhere: not all of these are below `module`
             return found
         others = {id(param): param for param in found if id(param) not in of_groups}
         places = [
@@ -61,7 +61,7 @@ def parameters_below(module: nn.Module) -> Sequence[torch.Tensor]:
 
 
 def at_rest(parameter: nn.Parameter) -> nn.Parameter:
-    """The sharded parameter of ``parameter``: of one from before wrapping, or of an unsharded one; else itself."""
+    """The sharded parameter that ``parameter``, unsharded or from before sharding, stands for; else itself."""
     owner = fsdp_param_of(parameter)
     if owner is not None:
         return owner.sharded

@@ -1,18 +1,18 @@
-"""`offload_optimizer_state`: an optimizer's state rests in host memory, and is on the device only while it is used.
+"""`offload_optimizer_state`: an optimizer's state stays in host memory, and is on the device only while it is used.
 
-Between steps every tensor of ``optimizer.state[parameter]`` that has dims lies on the host. During a step the
-optimizer sees, in the place of its ``state``, a mapping that brings the state of a parameter to the device when it is
-asked for, and takes that of the previous parameter group back when a parameter of another group is. Optimizers need not
-know; none is stepped twice, and state dicts, which are read between steps, show the tensors on the host.
+Between steps every tensor with dims in ``optimizer.state[parameter]`` lies on the host. During a step a mapping takes
+the place of ``state``. It brings the state of a parameter to the device when it is asked for, and takes that of one
+parameter group back once a parameter of another group is asked for. Optimizers need not know, no parameter is stepped
+twice, and state dicts, which are read between steps, show the tensors on the host.
 
-On a device with streams three groups are under way at a time: while one is stepped, the state of the next comes on one
-stream (of those parameters that had gradients when the step began), and that of the one before leaves on another, so
-that a link carries both ways at once. All memory on the device is compute's; it waits for both copies before the next
-group is stepped.
+On a device with streams three groups are under way at a time. While one is stepped, the state of the next comes on one
+stream (for parameters that had gradients when the step began), and that of the one before leaves on another stream, so
+that the link carries both ways at once. All memory on the device belongs to the compute stream, which waits for both
+copies before the next group is stepped.
 
-What somebody still holds (the optimizer may, in lists) would not be freed, so it is taken back later: by the end of the
-step. The host waits once, at the end of the step, until the last copy has arrived: whoever reads the state after a step
-reads all of it.
+State that somebody still holds (an optimizer may, in lists) would not be freed, so it is taken back later, at the end
+of the step at the latest. The host waits once, at the end of the step, until the last copy has arrived: whoever reads
+the state after a step reads all of it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Chooses = Callable[[torch.Tensor], bool]
 
 
 def _is_moved(value: Any) -> bool:
-    """Whether a value of a parameter's state goes to the host: counters, which have no dims, stay where they are."""
+    """Whether a value of a parameter's state goes to the host. Counters, which have no dims, stay where they are."""
     return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
@@ -50,12 +50,12 @@ def _like(value: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 def _is_plain(local: torch.Tensor) -> bool:
-    """Whether it is no subclass, which knows itself how it is moved."""
+    """Whether ``local`` is no subclass, which would have its own way of being moved."""
     return type(local) in (torch.Tensor, torch.nn.Parameter)
 
 
 def _on_device(value: torch.Tensor, device: torch.device, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
-    """``value`` on ``device``, once ``copies``, to which one may be added, (destination, source), have been made."""
+    """``value`` on ``device``. Its values arrive by the (destination, source) that this may add to ``copies``."""
     local = _torch.plain_of(value)
     if not _is_plain(local):
         return _like(value, local.to(device, non_blocking=True))
@@ -65,10 +65,11 @@ def _on_device(value: torch.Tensor, device: torch.device, copies: list[tuple[tor
 
 
 def _on_host(value: torch.Tensor, earlier: torch.Tensor | None, *, pin_memory: bool) -> torch.Tensor:
-    """A copy of ``value`` on the host: ``earlier``, written, if it is alike."""
+    """A copy of ``value`` on the host, in the memory of ``earlier`` if that is alike."""
     local = _torch.plain_of(value)
     if not _is_plain(local):
         return _like(value, local.to("cpu"))
+    # The host memory of before is used again: to pin memory anew in each step would be slow.
     if earlier is not None:
         host = _torch.plain_of(earlier)
         if (host.dtype, host.shape, host.stride()) == (local.dtype, local.shape, local.stride()):
@@ -80,7 +81,7 @@ def _on_host(value: torch.Tensor, earlier: torch.Tensor | None, *, pin_memory: b
 
 
 def _holders(state: dict[Any, Any], key: Any) -> list[int]:
-    """How many hold what is at ``key``: the tensor, what it wraps, its memory."""
+    """How many references there are to the tensor at ``key``, to what it wraps, and to its memory."""
     value = state[key]
     local = _torch.plain_of(value)
     counts = [sys.getrefcount(value), sys.getrefcount(local)]
@@ -95,18 +96,20 @@ def _sole_holder_of_a_tensor() -> list[int]:
 
 
 def _is_held(state: dict[Any, Any], key: Any) -> bool:
-    """Whether anybody but ``state`` holds what is at ``key``, or a view of it."""
+    """Whether anybody but ``state`` holds the tensor at ``key``, or a view of it."""
     sole = _sole_holder_of_a_tensor()
-    if isinstance(state[key], DTensor):  # its wrapper holds the local tensor, and is held itself as that is
+    # In `_holders` a plain tensor is both ``value`` and ``local``. A DTensor is not its local tensor, so each of these
+    # two has one reference less.
+    if isinstance(state[key], DTensor):
         sole = [sole[0] - 1, sole[1] - 1, *sole[2:]]
     return any(count > alone for count, alone in zip(_holders(state, key), sole, strict=False))
 
 
 class _Lanes:
-    """Two streams of copies, one each way, beside the current stream, where compute is; on CPU there are none.
+    """Two streams of copies, one each way, beside the current stream, where compute is. On CPU there are none.
 
     Attributes:
-        goes_both_ways: there are.
+        goes_both_ways: whether there are such streams.
         up: the stream to the device.
         down: the stream to the host.
     """
@@ -119,18 +122,18 @@ class _Lanes:
 
     @contextmanager
     def on(self, stream: Any) -> Iterator[list[torch.Tensor]]:
-        """Copies inside are on ``stream``, after what was computed. What is added to the list lives until `join`."""
+        """Run copies inside on ``stream``, after compute. Tensors that are added to the list live until `join`."""
         device, held = self.device, list[torch.Tensor]()
         device.wait(stream, device.record(device.current_stream()), Wait.STATE_USED)
         try:
             with device.use(stream):
                 yield held
-        finally:  # also of those that were begun before an exception
+        finally:  # copies that had begun before an exception are waited for as well
             if self.goes_both_ways:
                 self._under_way.append((device.record(stream), held))
 
     def join(self) -> None:
-        """Let compute wait for all copies."""
+        """Let compute wait for all copies, and drop the tensors that they used."""
         compute = self.device.current_stream()
         for event, _ in self._under_way:
             self.device.wait(compute, event, Wait.STATE_COPIED)
@@ -138,7 +141,7 @@ class _Lanes:
 
 
 class _OnDeviceState(MutableMapping[Any, Any]):
-    """Stands in the place of ``optimizer.state`` during a step.
+    """Takes the place of ``optimizer.state`` during a step.
 
     Attributes:
         kept: the state itself.
@@ -153,9 +156,10 @@ class _OnDeviceState(MutableMapping[Any, Any]):
         self._pin_memory = pin_memory
         self._group_of = {parameter: index for index, group in enumerate(groups) for parameter in group["params"]}
         self._group: int | None = None
-        # Of every parameter whose state is on the device, the tensors on the host that it was copied from.
+        # For each parameter whose state is on the device, the tensors on the host that it was copied from.
         self._lent: dict[torch.Tensor, dict[Any, torch.Tensor]] = {}
-        self._ahead: set[torch.Tensor] = set()  # of those, whose state was not asked for yet
+        self._ahead: set[torch.Tensor] = set()  # parameters among these whose state was not asked for yet
+        # Only parameters with a gradient are stepped; the others' state would make the way in vain.
         self._wanted: list[list[torch.Tensor]] = [[] for _ in groups]
         for parameter, index in self._group_of.items() if lanes.goes_both_ways else ():
             if parameter.grad is not None and parameter in kept and chooses(parameter):
@@ -175,7 +179,9 @@ class _OnDeviceState(MutableMapping[Any, Any]):
         return state
 
     def _go_to(self, group: int) -> None:
-        """``group`` is stepped next: take the others' state back, and bring that of the one after it."""
+        """``group`` is stepped next: take back the state of others, and begin to bring that of the group after it."""
+        # In this order: compute waits, in `take_back`, for what this group needs, and for earlier copies. The next
+        # group's copies begin after that, and run while this one is stepped.
         self._lend(self._wanted[group])
         self.take_back(also_held=False, but=group)
         self._group = group
@@ -184,7 +190,7 @@ class _OnDeviceState(MutableMapping[Any, Any]):
             self._ahead.update(following)
 
     def _lend(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Begin to bring the state of ``parameters``, unless it is here; compute joins before it reads."""
+        """Begin to bring the state of ``parameters``, unless it is here. Compute must `join` before it reads it."""
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         brought: list[tuple[torch.Tensor, dict[Any, torch.Tensor], dict[Any, Any]]] = []
         with _torch.without_grad():
@@ -194,22 +200,23 @@ class _OnDeviceState(MutableMapping[Any, Any]):
                     here = {key: _on_device(value, parameter.device, copies) for key, value in lent.items()}
                     brought.append((parameter, lent, here))
             if copies:
+                # The room is held until `join`: it is compute's memory, which compute could reuse once it is dropped.
                 with self._lanes.on(self._lanes.up) as held:
                     for room, local in copies:
                         held.append(room.copy_(local, non_blocking=True))
-        for parameter, lent, here in brought:  # last of all: where memory runs out, the state stays on the host
+        for parameter, lent, here in brought:  # last: if memory runs out above, the state stays on the host
             self._lent[parameter] = lent
             self.kept[parameter].update(here)
 
     def take_back(self, *, also_held: bool, but: int | None = None) -> None:
-        """Bring state to the host, not that of group ``but``; ``also_held``: though others hold tensors of it."""
+        """Copy state to the host, except that of group ``but``; ``also_held``: also tensors that others hold."""
         self._lanes.join()
         with _torch.without_grad(), self._lanes.on(self._lanes.down) as leaving:
             for parameter in list(self._lent):
                 if self._group_of.get(parameter) == but:
                     continue
                 state = self.kept.get(parameter, {})
-                if parameter in self._ahead:  # nobody has asked for it, let alone written
+                if parameter in self._ahead:  # nobody has asked for it, so nobody has written it: the host's is valid
                     self._ahead.remove(parameter)
                     state.update(self._lent.pop(parameter))
                     continue
@@ -217,15 +224,17 @@ class _OnDeviceState(MutableMapping[Any, Any]):
                 if also_held or not any(_is_held(state, key) for key in moved):
                     earlier = self._lent.pop(parameter)
                     for key in moved:
+                        # Like the room in `_lend`, the device memory lives until compute has joined.
                         leaving.append(state[key])
                         state[key] = _on_host(state[key], earlier.get(key), pin_memory=self._pin_memory)
 
     def finish(self) -> None:
-        """Bring everything to the host, and let compute wait for it."""
+        """Bring all state to the host, and let compute wait for it."""
         self.take_back(also_held=True)
         self._lanes.join()
 
     def __setitem__(self, parameter: Any, state: Any) -> None:
+        # The optimizer makes a state in its first step: it is on the device, and has no copy on the host to go back to.
         self.kept[parameter] = state
         self._ahead.discard(parameter)
         if parameter in self._group_of and self._chooses(parameter):
@@ -246,20 +255,20 @@ class _OnDeviceState(MutableMapping[Any, Any]):
         return len(self.kept)
 
     def get(self, parameter: Any, default: Any = None) -> Any:
-        """As of a dict: what is not there is not made."""
+        """Like ``dict.get``: a missing state is not made, although ``kept`` may be a ``defaultdict``."""
         if parameter not in self.kept:
             return default
         return self[parameter]
 
     def setdefault(self, parameter: Any, default: Any = None) -> Any:
-        """As of a dict."""
+        """Like ``dict.setdefault``."""
         if parameter not in self.kept:
             self[parameter] = default
         return self[parameter]
 
 
 class OptimizerStateOffload:
-    """What `offload_optimizer_state` returns."""
+    """The offloading of one optimizer's state, as `offload_optimizer_state` returns it."""
 
     def __init__(self, optimizer: Optimizer, chooses: Chooses, *, pin_memory: bool) -> None:
         self._optimizer = weakref.ref(optimizer)
@@ -270,6 +279,7 @@ class OptimizerStateOffload:
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
+            # State dicts are read and loaded while everything is on the host.
             optimizer.register_state_dict_pre_hook(self.settle),
             optimizer.register_load_state_dict_post_hook(self.settle),
         ]
@@ -277,7 +287,7 @@ class OptimizerStateOffload:
         self.settle(optimizer)
 
     def remove(self) -> None:
-        """Bring the state back to the device, for good. Calling it again does nothing."""
+        """Bring the state back to the device, for good. A second call does nothing."""
         optimizer = self._optimizer()
         if optimizer is None or not self._handles:
             return
@@ -291,13 +301,14 @@ class OptimizerStateOffload:
             for parameter, state in self._states(optimizer):
                 moved = {key: value for key, value in state.items() if _is_moved(value)}
                 here = {key: _on_device(value, parameter.device, copies) for key, value in moved.items()}
+                # One parameter after the other, so that only one state is in both memories at a time.
                 for room, local in copies:
                     room.copy_(local, non_blocking=True)
                 copies.clear()
                 state.update(here)
 
     def settle(self, optimizer: Optimizer) -> None:
-        """Bring to the host what a step that raised, or a state dict that was loaded, has left on the device."""
+        """Bring to the host what a step that raised, or the loading of a state dict, has left on the device."""
         if isinstance(optimizer.state, _OnDeviceState):
             self._after_step(optimizer, (), {})
         with _torch.without_grad():
@@ -332,7 +343,7 @@ class OptimizerStateOffload:
                 "Call its step() without torch.compile, or leave the state on the device."
             )
         devices = {parameter.device for parameter, _ in self._states(optimizer)}
-        if devices != self._devices:  # of several the copies are on the current streams
+        if devices != self._devices:  # with several devices copies run on the current streams
             self._devices = devices
             self._lanes = _Lanes(device_for(next(iter(devices))) if len(devices) == 1 else HostDevice())
         optimizer.state = _OnDeviceState(  # type: ignore[assignment]
@@ -349,7 +360,7 @@ class OptimizerStateOffload:
 
     @staticmethod
     def _finish_copies(optimizer: Optimizer) -> None:
-        """Block the host until it has what was copied to it."""
+        """Block the host until everything has arrived that was copied to it."""
         params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for device in map(device_for, {parameter.device for parameter in params if not parameter.is_meta}):
             device.block_host(device.record(device.current_stream()))
@@ -359,7 +370,7 @@ _OFFLOADED: weakref.WeakKeyDictionary[Optimizer, OptimizerStateOffload] = weakre
 
 
 def _has_accelerator(value: torch.Tensor) -> bool:
-    """Whether its copies go to another device than the host."""
+    """Whether ``value`` is copied to another device than the host."""
     return isinstance(value, DTensor) and value.device_mesh.device_type != "cpu"
 
 
@@ -379,7 +390,7 @@ def _is_to_rest_on_host(parameter: torch.Tensor) -> bool:
 
 
 def offload_as_policies_ask(optimizer: Optimizer) -> None:
-    """Offload the state of those parameters whose ``offload_policy`` says so, unless ``optimizer``'s is offloaded."""
+    """Offload the state of parameters whose ``offload_policy`` says so, unless that of ``optimizer`` is offloaded."""
     if not is_offloaded(optimizer):
         every = [_offloading_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
         asking = [offloading for offloading in every if offloading is not None and offloading.state_on_host]
@@ -397,26 +408,26 @@ def offload_optimizer_state(optimizer: Optimizer, *, pin_memory: bool = True) ->
     """Keep the state of ``optimizer`` in host memory between its steps; parameters and gradients stay where they are.
 
     During a step the state of three parameter groups is on the device: of the one that is stepped, and of those that
-    come and leave meanwhile (on a CPU, of one). Several groups (say, one per block) make that little. The optimizer
-    steps on the device, as before, and may be any that keeps tensors in ``optimizer.state[parameter]``; those of no
-    dims (step counters) and what lies deeper stay where they are. Its ``state_dict`` shows the tensors on the host, and
-    ``load_state_dict`` leaves them there. A copy or a pickle of the optimizer is not offloaded until this is called
+    come and leave meanwhile (on a CPU, of one group). With several groups (say, one per block) that is little. The
+    optimizer steps on the device as before. It may be any that keeps tensors in ``optimizer.state[parameter]``; tensors
+    of no dims (step counters), and what lies deeper, stay where they are. ``state_dict`` shows the tensors on the host,
+    and ``load_state_dict`` leaves them there. A copy or a pickle of the optimizer is not offloaded until this is called
     with it. On a CPU the same copies are made, within its memory.
 
-    Streams: copies to the device are on one of their own, those to the host on another. The stream that is current
-    during the step waits for both, and the host for its end.
+    Streams: copies to the device have one stream of their own, copies to the host another. The stream that is current
+    during the step waits for both, and the host waits for them at its end.
 
     Args:
-        optimizer: of sharded or plain parameters, before or after its first step. Not collective.
+        optimizer: an optimizer of sharded or plain parameters, before or after its first step. Not collective.
         pin_memory: whether the host memory is pinned, which makes the copies fast.
 
     Returns:
-        Its ``remove()`` brings the state back to the device.
+        An object whose ``remove()`` brings the state back to the device.
 
     Raises:
-        FSDPTypeError: no torch optimizer.
-        FSDPValueError: the state is in host memory anyway, as its parameters are.
-        FSDPRuntimeError: it is offloaded already.
+        FSDPTypeError: ``optimizer`` is no torch optimizer.
+        FSDPValueError: its parameters are in host memory, and so is its state.
+        FSDPRuntimeError: its state is offloaded already.
     """
     if is_offloaded(optimizer):
         raise FSDPRuntimeError(

@@ -1,17 +1,18 @@
 """Ordinary `torch.optim` optimizers over sharded parameters step on local shards, with no line of the program changed.
 
-Torch calls the ``step`` of the optimizer's class after all hooks, with what the first hook hands on as ``self``. There
-it finds a `_StandIn`, which is the optimizer in everything but one: asked for the parameter groups (the closure has
-been evaluated then), it runs that ``step`` on the optimizer itself, with local tensors in the place of parameters,
-gradients and state; puts everything back, whatever happens; and says that there are no groups, so that nothing is left
-to do. Hooks, closures, schedulers, gradient scalers, subclasses, profilers and state dicts see what they always see.
+torch calls the ``step`` of the optimizer's class after all hooks, with what the first hook has returned as ``self``.
+That is a `_StandIn`, which behaves like the optimizer in everything but one. When ``step`` asks it for the parameter
+groups (the closure has been evaluated by then), it runs that ``step`` on the optimizer itself, with local tensors in
+place of parameters, gradients and state; puts everything back, whatever happens; and answers that there are no groups,
+so that nothing is left to do. Hooks, closures, schedulers, gradient scalers, subclasses, profilers and state dicts see
+what they always see.
 
-Where the numbers are the same, a run of parameters that follow each other in the memory of a group is stepped on as one
-tensor, see `may_be_flat`. State is still of each parameter: slices of what a run has.
+Where the numbers stay the same, a run of parameters that follow each other in the memory of a group is stepped on as
+one tensor, see `may_be_flat`. Each parameter still has its own state: slices of the run's.
 
-What cannot be taken goes the old way, through DTensor's dispatch: optimizers that are not elementwise or derived with
-other arithmetic, offloaded state, Partial parameters, tensor subclasses, gradients or state that are sharded otherwise,
-and steps that `torch.compile` runs.
+Everything else goes through DTensor's dispatch: optimizers that are not elementwise or are derived with other
+arithmetic, offloaded state, Partial parameters, tensor subclasses, gradients or state that are sharded otherwise, and
+steps that `torch.compile` runs.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ class _Switch:
 def set_local_steps(enabled: bool) -> None:
     """Whether elementwise optimizers of `torch.optim` over sharded parameters step on local shards. They do by default.
 
-    Of all optimizers of this process, from their next step on. False: each operation of a step goes through DTensor's
-    dispatch, as with torch's own `fully_shard`. Steps give the same numbers either way (where neither ``foreach`` nor
-    ``fused`` was chosen, torch chooses as for plain tensors, which on accelerators is ``foreach``), and so does a
-    program that changes its mind between two steps. Not collective. See 'Make optimizer steps cheap' in the
+    It holds for all optimizers of this process, from their next step on. False: each operation of a step goes through
+    DTensor's dispatch, as with torch's own `fully_shard`. Steps give the same numbers either way (where neither
+    ``foreach`` nor ``fused`` was chosen, torch chooses as for plain tensors, which on accelerators is ``foreach``),
+    also if a program changes it between two steps. Not collective. See 'Make optimizer steps cheap' in the
     documentation.
 
     Raises:
-        FSDPTypeError: not a bool.
+        FSDPTypeError: ``enabled`` is not a bool.
     """
     _Switch.is_on = enabled
 
@@ -61,7 +62,7 @@ _STEPS = frozenset(_torch.without_hooks(each.step) for each in ELEMENTWISE)
 
 
 def ordinary_of(optimizer: Optimizer) -> Ordinary | None:
-    """How ``optimizer`` steps on local shards; None if it goes the old way."""
+    """How ``optimizer`` steps on local shards; None if it goes through DTensor's dispatch."""
     cls = type(optimizer)
     if _torch.without_hooks(cls.step) not in _STEPS or _computes_otherwise(cls) or is_offloaded(optimizer):
         return None
@@ -77,34 +78,35 @@ def ordinary_of(optimizer: Optimizer) -> Ordinary | None:
 
 
 def _computes_otherwise(cls: type[Optimizer]) -> bool:
-    """Whether a class that is not torch's has put something of its own in the place of what ``step`` calls."""
+    """Whether a class that is not torch's overrides something that torch's ``step`` calls."""
     torchs = [each for each in cls.__mro__ if each.__module__.startswith("torch.optim.")]
+    # torch's ``step`` calls private methods of its class, and reads these attributes of the optimizer.
     called = {name for each in torchs for name in vars(each) if name.startswith("_") and not name.startswith("__")}
     called |= {"state", "param_groups", "defaults", "__getattribute__", "__getattr__"}
     return any(called & vars(each).keys() for each in cls.__mro__ if each not in torchs and each is not object)
 
 
 MANY_BREAKS = 3
-"""How often the runs of an optimizer may be made anew, for gradients are missing or lie elsewhere, until it has none.
+"""How often the runs of an optimizer are made anew because gradients are missing or lie elsewhere; then it gets none.
 
-A run that is made anew copies its state."""
+Making runs anew copies their state."""
 
 
 VECTORS_BYTES = 64
-"""Whole vectors of every processor. A fused kernel on a CPU leaves less over, and its threads share out such parts."""
+"""The size of full vectors on every processor. Fused CPU kernels leave less over, and split work into such parts."""
 
 
 def may_be_flat(group: dict[str, Any], parameter: torch.Tensor) -> int:
-    """Whether ``parameter`` of an optimizer's ``group`` has the same bits if it is stepped on together with others.
+    """Whether ``parameter`` of an optimizer's ``group`` gets the same bits if it is stepped on as a part of a run.
 
-    What changes on a CPU is which elements are left over at the end of a kernel's vectors. Of float32 and float64 they
-    get the same bits, unless the kernel is fused; of those a parameter must leave nothing over, and nor may what is
-    ahead of it (`tests/unit/test_bits.py`). On accelerators all elements are alike.
+    On a CPU a run changes which elements are left over at the end of a kernel's vectors. In float32 and float64 these
+    get the same bits, unless the kernel is fused. With a fused kernel a parameter must leave nothing over, nor must
+    what lies before it in the run (`tests/unit/test_bits.py`). On accelerators all elements are computed alike.
 
     Returns:
-        0: it does not. Else it does if the bytes from the first of them to it are a multiple of this.
+        0 if it does not. Else an alignment: it does if the bytes from the start of the run to it are a multiple of it.
     """
-    if group.get("capturable"):  # the replay of a graph would not be noticed
+    if group.get("capturable"):  # fsdp2 would not notice the replay of a graph
         return 0
     if parameter.device.type != "cpu":
         return 1
@@ -115,38 +117,38 @@ def may_be_flat(group: dict[str, Any], parameter: torch.Tensor) -> int:
 
 
 class Ordinary:
-    """The steps of one optimizer. Holds neither it nor state that it has given up."""
+    """The steps of one optimizer. It holds neither the optimizer nor state that the optimizer has given up."""
 
     __slots__ = ("__weakref__", "_breaks", "_kept", "_made", "_shown", "_watches")
 
     def __init__(self) -> None:
         self._breaks = 0
-        self._kept: list[Inside] = []  # one or none
-        self._made: list[Any] = []
-        self._shown: list[int] = []
-        self._watches: list[weakref.ref[Any]] = []
+        self._kept: list[Inside] = []  # what the last step ran on; empty if the next one must begin anew
+        self._made: list[Any] = []  # the values of its states inside
+        self._shown: list[int] = []  # identities of all that was shown outside
+        self._watches: list[weakref.ref[Any]] = []  # to the DTensors that were shown
 
     def stand_in(self, optimizer: Optimizer) -> Any | None:
-        """What takes the place of ``optimizer`` in a call of its class's ``step``; None: it goes the old way."""
+        """What ``step`` of the class gets in place of ``optimizer``; None: the step goes through DTensor's dispatch."""
         if not _Switch.is_on or any(group.get("differentiable") for group in optimizer.param_groups):
             self.forget()
             return None
         return _StandIn(optimizer, self)
 
     def forget(self) -> None:
-        """The state is written by a step that goes the old way: the next of this begins with what is there then."""
+        """Forget the state inside, as DTensor's dispatch writes the one outside; the next step begins with that."""
         self._kept.clear()
         self._made, self._shown, self._watches = [], [], []
 
     def step(self, optimizer: Optimizer) -> None:
-        """That of ``optimizer``'s class, without a closure."""
-        if torch.is_inference_mode_enabled():  # its tensors could not be written to by later steps
+        """Do one step of ``optimizer``'s class, without a closure."""
+        if torch.is_inference_mode_enabled():  # state made in that mode could not be written by later steps
             with torch.inference_mode(False), torch.no_grad():
                 self.step(optimizer)
             return
         step = _torch.without_hooks(type(optimizer).step)
         outside: Any = optimizer.state
-        # Another mapping: it is offloaded since it was looked through.
+        # Another kind of mapping: the state was offloaded after the optimizer was looked through.
         lent = self._lent(optimizer, outside) if type(outside) in (defaultdict, dict) else None
         if lent is None:
             self.forget()
@@ -155,15 +157,15 @@ class Ordinary:
         inside = lent[0]
         try:
             inside.run(optimizer, lent[1], step)
-        except FSDPNotImplementedError:  # what was made is not of single elements, and cannot be shown
+        except FSDPNotImplementedError:  # the new state is not elementwise, and cannot be shown as DTensors
             raise
-        except BaseException:  # groups ahead of the one that raised have been stepped on
+        except BaseException:  # groups before the one that raised have been stepped on
             self._show(inside)
             raise
         self._show(inside)
 
     def _lent(self, optimizer: Optimizer, outside: State) -> tuple[Inside, Lent] | None:
-        """None: something is sharded otherwise, and DTensor's dispatch knows what to do, or what to say."""
+        """Lend local tensors; None if something is sharded otherwise, which DTensor's dispatch does, or refuses."""
         inside = self._kept[0] if self._kept else None
         groups = optimizer.param_groups
         try:
@@ -171,7 +173,8 @@ class Ordinary:
                 inside = self._anew(groups, outside, inside)
             inside.outside = outside
             lent = inside.lend()
-            if lent is None:  # a gradient is missing, or lies elsewhere
+            if lent is None:  # a gradient is missing, or lies elsewhere, or the parameters do
+                # Parameters that were laid out anew say nothing about how their gradients come.
                 self._breaks += not inside.is_laid_out_anew()
                 inside = self._anew(groups, outside, inside)
                 lent = inside.lend()
@@ -181,11 +184,11 @@ class Ordinary:
         return inside, lent
 
     def _knows(self, inside: Inside, groups: Groups, outside: State) -> bool:
-        """Whether parameters and state are those that ``inside`` has shown."""
+        """Whether parameters and state are still those that ``inside`` has shown."""
         return inside.is_of(groups) and self._shown == _identities(outside) and not inside.has_written_counters()
 
     def _tries_again(self, inside: Inside) -> bool:
-        """Whether runs are to be made, where there were none: what were gradients then may not be what is delivered."""
+        """Whether to look for runs again after there were none: earlier gradients may not have been delivered ones."""
         if not inside.may_have_runs or self._breaks > MANY_BREAKS or inside.runs():
             return False
         self._breaks += 1
@@ -197,8 +200,9 @@ class Ordinary:
         return Inside(groups, outside, flat=flat, earlier=None if before is None else before.runs())
 
     def _show(self, inside: Inside) -> None:
-        """After a step: let the state outside have what the step has made or replaced."""
+        """Show outside what the step has made or replaced."""
         made = list(chain.from_iterable(map(dict.values, inside.states())))
+        # In most steps the optimizer makes no new tensor, so the DTensors outside are right already.
         if self._kept and len(made) == len(self._made) and all(map(operator.is_, made, self._made)):
             inside.show_counters()
         else:
@@ -206,9 +210,10 @@ class Ordinary:
             inside.show()
             self._kept.append(inside)
             self._made, self._shown = made, _identities(inside.outside)
+            # Once a DTensor of the state is dropped, another object may get its `id`, so everything is forgotten then.
             whole = {id(each): each for state in inside.outside.values() for each in _values(state)}
             self._watches = [weakref.ref(each, self._dropped) for each in whole.values() if isinstance(each, DTensor)]
-        inside.outside = {}  # state that is dropped (cleared, or loaded anew) must not live on here until the next step
+        inside.outside = {}  # else state that a program drops (clears, or loads anew) would live on until the next step
 
     def _dropped(self, _: Any) -> None:
         self.forget()
@@ -219,16 +224,16 @@ def _values(state: Any) -> Any:
 
 
 def _identities(outside: Any) -> list[int]:
-    """Of all parameters and all values of their states. What dies is noticed otherwise, so none is used twice."""
+    """Identities of all parameters and all values of their states. `_watches` tells of deaths, so none is reused."""
     try:
         return list(map(id, chain(outside, chain.from_iterable(map(dict.values, outside.values())))))
-    except TypeError:  # not all are mappings
+    except TypeError:  # some states are no dicts
         others = (each for each in outside.values() if not isinstance(each, dict))
         return list(map(id, chain(outside, others, chain.from_iterable(map(_values, outside.values())))))
 
 
 class _StandIn:
-    """An optimizer to the ``step`` of its class; see the top of this file. Hooks may meet it, too."""
+    """The optimizer as ``step`` of its class sees it; see the top of this file. Hooks may be given it, too."""
 
     __slots__ = ("_optimizer", "_ordinary", "_raised", "_to_do")
 
@@ -240,14 +245,15 @@ class _StandIn:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """None are left for the ``step`` that asks: they have been stepped on. Others see those of the optimizer."""
+        """None for ``step``, as they have been stepped on by then; the optimizer's groups for everyone else."""
+        # Hooks and profilers want the groups; only ``step`` of the class is told that there are none.
         if sys._getframe(1).f_code.co_name != "step":
             return self._optimizer.param_groups
         if self._to_do:
             self._to_do = False
             try:
                 self._ordinary.step(self._optimizer)
-            except AttributeError as error:  # Python would look for an attribute of that name in another way
+            except AttributeError as error:  # Python would call `__getattr__` next, which raises this one again
                 self._raised = error
                 raise
         return []

@@ -1,6 +1,6 @@
-"""Parameters that an optimizer steps beside sharded ones, and that no rank reduces: their values part, rank by rank.
+"""Plain parameters that an optimizer steps beside sharded ones, and that nothing reduces: they drift apart over ranks.
 
-That is what remains of a model whose blocks were sharded and on which itself `fully_shard` was never called.
+This happens in a model whose blocks were sharded, while `fully_shard` was never called on the model itself.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ _SHOWN = 5
 
 
 def refuse_outside(optimizer: Optimizer, groups: Iterable[FSDPParamGroup]) -> None:
-    """Refuse a step of plain parameters that have a gradient of this rank only, beside the parameters of ``groups``.
+    """Refuse a step of plain parameters with a gradient of this rank alone, beside the sharded ones of ``groups``.
 
-    Not of those that are in `ignored_params`, in a ``DistributedDataParallel``, or have a hook, which may reduce them.
+    Parameters in `ignored_params`, in a ``DistributedDataParallel``, or with a hook pass: that may reduce them.
 
     Raises:
-        FSDPRuntimeError: there are some; with their names, and the module to call `fully_shard` on.
+        FSDPRuntimeError: there are such parameters. It names them, and the module to call `fully_shard` on.
     """
     if not any(group.mesh.shard_size * group.mesh.replicate_size > 1 for group in groups):
         return
     outside = {each for group in optimizer.param_groups for each in group["params"] if _is_of_one_rank(each)}
     if not outside:
         return
+    # An optimizer knows no modules, so names are looked up among all modules of the process.
     found = (each for each in gc.get_objects() if issubclass(type(each), nn.Module))  # once for each optimizer
     modules: list[nn.Module] = [each for each in found if "_parameters" in each.__dict__]  # __init__ has begun
     for module in modules:
@@ -60,6 +61,6 @@ def refuse_outside(optimizer: Optimizer, groups: Iterable[FSDPParamGroup]) -> No
 
 
 def _is_of_one_rank(parameter: torch.Tensor) -> bool:
-    """Whether it has a gradient that nothing is known to reduce."""
+    """Whether ``parameter`` is plain and has a gradient that nothing is known to reduce."""
     is_plain = not isinstance(parameter, DTensor) and parameter.requires_grad and parameter.grad is not None
     return is_plain and not (_torch.post_accumulate_grad_hooks(parameter) or _torch.tensor_hooks(parameter))

@@ -1,7 +1,7 @@
-"""`step_on_owners`: the step of an optimizer that computes with whole matrices, on what their owners have of them.
+"""`step_on_owners`: the step of an optimizer that computes with full matrices, each on the rank that owns it.
 
-For optimizers that know nothing of DTensors, such as ``torch.optim.Muon``: while they step, owned parameters, their
-gradients and their state are plain tensors. Between steps all are DTensors, which checkpoints rely on.
+This is for optimizers that know nothing of DTensors, such as ``torch.optim.Muon``. While they step, owned parameters,
+their gradients and their state are plain tensors. Between steps all are DTensors, which checkpoints rely on.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from fsdp2.optim.offload import is_offloaded
 
 @checked()
 def step_on_owners(optimizer: Optimizer) -> None:
-    """``optimizer.step()`` in which each owned parameter is a plain tensor: whole on its owner, of 0 rows elsewhere.
+    """``optimizer.step()`` in which each owned parameter is a plain tensor: full on its owner, of 0 rows elsewhere.
 
         >>> muon = torch.optim.Muon([p for p in matrices if p.dim() == 2])
         >>> loss.backward()
         >>> fsdp2.step_on_owners(muon)
 
-    No communication; every rank may call it on its own. Other parameters of ``optimizer`` are left as they are. Its
-    state is kept as DTensors that lie as the parameters do, so that distributed checkpoints have it, on any ranks.
+    No communication: every rank may call it on its own. Other parameters of ``optimizer`` stay as they are. State is
+    kept as DTensors with the parameters' placements, so that distributed checkpoints contain it, for any ranks.
 
     Raises:
-        FSDPTypeError: not an optimizer.
+        FSDPTypeError: ``optimizer`` is not an optimizer.
         FSDPValueError: it holds no owned parameter.
-        FSDPNotImplementedError: the optimizer's state is offloaded; or, after the step: a state tensor has neither the
-            shape of its parameter nor one element (as factors of it have), and would be lost in a checkpoint. Keep such
-            state outside of ``optimizer.state``.
+        FSDPNotImplementedError: the optimizer's state is offloaded. Raised after the step: a state tensor has neither
+            the shape of its parameter nor one element (factors of a matrix, for example), and would be lost in a
+            checkpoint. Keep such state outside of ``optimizer.state``.
     """
-    GUARD.look_through(optimizer)  # which in the step sees plain tensors
+    GUARD.look_through(optimizer)  # now, as it will see plain tensors during the step
     if is_offloaded(optimizer):
         raise FSDPNotImplementedError(
             "step_on_owners got an optimizer whose state is offloaded (by offload_optimizer_state, or by the "
@@ -51,7 +51,7 @@ def step_on_owners(optimizer: Optimizer) -> None:
     for parameter in (each for group in optimizer.param_groups for each in group["params"]):
         owner = fsdp_param_of(parameter)
         if owner is not None and owner.sharding.partition.owner is not None:
-            stand_in = swapped[parameter] = _stand_in(owner)  # which may refuse: nothing is swapped yet
+            stand_in = swapped[parameter] = _stand_in(owner)  # may raise: nothing is swapped yet
             stand_ins[stand_in] = owner
     if not stand_ins:
         raise FSDPValueError(
@@ -64,6 +64,7 @@ def step_on_owners(optimizer: Optimizer) -> None:
         for parameter, stand_in in swapped.items():
             if parameter in optimizer.state:
                 optimizer.state[stand_in] = _mapped(optimizer.state.pop(parameter), _torch.plain_of)
+        # The guard would look through the swapped parameters as new ones; it is told that they are known.
         with GUARD.knows_parameters_of(optimizer):
             optimizer.step()
     finally:
@@ -72,8 +73,9 @@ def step_on_owners(optimizer: Optimizer) -> None:
         states = {owner: optimizer.state.pop(p) for p, owner in stand_ins.items() if p in optimizer.state}
         for owner, state in states.items():
             optimizer.state[owner.sharded] = _mapped(state, lambda value, owner=owner: _like(value, owner))
+    # A step may replace the memory of a parameter, by setting ``.data``: its values belong on the shard buffer.
     for stand_in, owner in stand_ins.items():
-        if not _torch.is_fake(stand_in) and stand_in.data_ptr() != owner.local.data_ptr():  # the step has set .data
+        if not _torch.is_fake(stand_in) and stand_in.data_ptr() != owner.local.data_ptr():
             owner.local.copy_(stand_in.detach())
     for owner in states:
         _refuse_other_shapes(owner, optimizer.state[owner.sharded])
@@ -96,7 +98,7 @@ def _mapped(state: Any, change: Any) -> Any:
 
 
 def _like(value: torch.Tensor, owner: FSDPParam) -> torch.Tensor:
-    """``value`` as a DTensor that lies like the parameter, if it has its shape on this rank."""
+    """``value`` as a DTensor with the parameter's placements, if it has the shape of this rank's part of it."""
     if value.dim() == 0 or value.shape != owner.local.shape:
         return value
     dtensor = dtensor_like(owner.sharded, value.new_empty(0))

@@ -1,13 +1,13 @@
-"""`Run`: sharded parameters that follow each other in memory, as their gradients do, so that one tensor is all of them.
+"""`Run`: sharded parameters that follow each other in memory, as their gradients do, so that one tensor holds them all.
 
-What the flat form of `fsdp2.optim.local` steps on. Reads the buffers of groups and holds none of them, so that an
+The flat form of `fsdp2.optim.local` steps on runs. A run reads the buffers of groups but holds none of them, so an
 optimizer keeps no memory alive that its model has given up.
 
 [Note: padding that is stepped on]
-Between the parameters of a run, and behind the last row of an uneven one, lie elements of the shard buffer that are no
-parameter's. They start as zeros, and those of the gradients are zeros (gradients that travel packed bring zeros for
-them; of those that travel alone, only such are taken together as leave no gap). Whatever an optimizer makes of them,
-nothing reads it: the gather brings them behind the last row of the unsharded parameter, or nowhere.
+Between the parameters of a run, and behind the last row of an uneven one, the shard buffer has elements that belong to
+no parameter. They start as zeros, and their gradients are zeros (packed gradients bring zeros there; gradients that
+travel alone form a run only if there is no gap between them). Whatever an optimizer makes of these elements, nothing
+reads it: the all-gather brings them behind the last row of the unsharded parameter, or nowhere.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Run:
 
     Attributes:
         params: the sharded parameters.
-        offsets: of each, in elements from the first.
-        start: of the first, in the shard buffer.
-        gradient_start: of the first, in the gradient buffer.
-        numel: up to the end of the last.
+        offsets: for each, how many elements it lies behind the first.
+        start: where the first begins in the shard buffer.
+        gradient_start: where the first begins in the gradient buffer.
+        numel: how many elements there are up to the end of the last.
     """
 
     params: tuple[torch.Tensor, ...]
@@ -49,7 +49,7 @@ class Run:
 
     @classmethod
     def of(cls, spans: Sequence[Span]) -> Run:
-        """Of parameters each of which `Span.is_followed_by` the next."""
+        """The run of these parameters, for each of which `Span.is_followed_by` the next holds."""
         first, last = spans[0], spans[-1]
         gradients = [span.gradient for span in spans if span.gradient is not None]
         return cls(
@@ -67,9 +67,9 @@ class Run:
         return self._memory.now() is None
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """(numel,) of the shard buffer, and of the gradients (None if there is none at all); None: no longer a run.
+        """(numel,) of the shard buffer, and of the gradients, which are None if no parameter has one.
 
-        The latter if the parameters have moved, or some of their gradients are missing or lie elsewhere.
+        None: it is a run no longer, as parameters have moved, or some gradients are missing or lie elsewhere.
         """
         memory = self._memory.now()
         if memory is None:
@@ -77,12 +77,13 @@ class Run:
         buffers, delivered = memory
         try:
             moved = not all(map(operator.is_, map(_torch.local_of, self.params), map(_known_local_of, self.params)))
-        except AttributeError:  # unwrapped
+        except AttributeError:  # a parameter was unwrapped
             return None
         if moved:
             return None
         shard = buffers.shard_slice(self.start, self.numel)
         found = list(map(_gradient_of, self.params))
+        # Compared by identity: a gradient that the user has replaced or cleared does not lie on the buffer any more.
         if delivered is not None and all(map(operator.is_, found, self._pick(delivered.gradients))):
             return shard, delivered.flat[self.gradient_start : self.gradient_start + self.numel]
         if all(gradient is None for gradient in found):
@@ -91,10 +92,11 @@ class Run:
 
 
 def _spans_of(parameters: Iterable[tuple[torch.Tensor, int]]) -> Iterator[tuple[Span, int]]:
-    """Of those of ``parameters`` that lie in buffers and have a gradient there."""
+    """The spans of those ``parameters`` that lie on shard buffers, and whose gradients are delivered to match."""
     known: dict[Any, dict[FSDPParam, Span]] = {}
     for parameter, unit in parameters:
         owner = fsdp_param_of(parameter)
+        # Somebody may have put another local tensor into the parameter, which lies on no buffer.
         if owner is None or owner.group is None or owner.local is not _torch.local_of(parameter):
             continue
         if owner.group not in known:
@@ -105,18 +107,19 @@ def _spans_of(parameters: Iterable[tuple[torch.Tensor, int]]) -> Iterator[tuple[
 
 
 def runs_of(parameters: Iterable[tuple[torch.Tensor, int]], agreement: Callable[[torch.Tensor], object]) -> list[Run]:
-    """The longest runs among ``parameters`` whose gradients lie on the buffers now.
+    """The longest runs among ``parameters`` whose gradients lie on the gradient buffers now.
 
     Args:
-        parameters: of one parameter group of an optimizer. With each, of what the bytes from the first of its run to it
-            must be a multiple.
-        agreement: equal for those that may be stepped as one.
+        parameters: the parameters of one parameter group of an optimizer. The number beside each is an alignment: the
+            bytes from the first parameter of its run to it must be a multiple of that.
+        agreement: a function whose results are equal for parameters that may be stepped on as one.
     """
     found: dict[object, list[tuple[Span, int]]] = {}
     for span, unit in _spans_of(parameters):
         found.setdefault(span.buffers, []).append((span, unit))
     runs: list[list[Span]] = []
     before: object = None
+    # Buffer by buffer, in memory order: a run ends before a parameter that is missing or does not agree.
     for each in found.values():
         for span, unit in sorted(each, key=lambda pair: pair[0].start):
             agrees = agreement(span.param.sharded)

@@ -1,7 +1,7 @@
-"""Which parameters ``shard_placement_fn`` has put on a part of their module's ranks, as experts.
+"""Slices: parameters that ``shard_placement_fn`` has put on a part of their module's ranks, such as experts.
 
-See `FSDPParamGroup.placed_within`. Nested calls of `fully_shard` on smaller meshes are not meant: what they hold may be
-the same on other ranks, as beside tensor parallelism.
+See `FSDPParamGroup.placed_within`. Nested calls of `fully_shard` on smaller meshes make no slices: other ranks may hold
+the same parameters then, as with tensor parallelism.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from fsdp2.core.root import ON_ROOT
 
 
 class Slices:
-    """The groups of which some parameters are slices, with the mesh of the module, since a root was formed.
+    """The groups whose parameters are slices, each with the mesh of its module, as the last root was formed.
 
     Attributes:
-        changes: how often that has changed.
+        changes: how often this has changed.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Slices:
         self._groups: WeakKeyDictionary[FSDPParamGroup, DeviceMesh] = WeakKeyDictionary()
 
     def note(self, states: Sequence[Any], groups: Sequence[FSDPParamGroup]) -> None:
-        """A root forms, of ``states``, its owner's first. No communication."""
+        """Note the slices among ``groups``, of which a root is formed. No communication."""
         for group in groups:
             wider = group.placed_within
             if wider is not self._groups.pop(group, None):
@@ -41,7 +41,7 @@ class Slices:
                 self._groups[group] = wider
 
     def wholes_of(self, params: Iterable[torch.Tensor]) -> list[DeviceMesh]:
-        """The meshes of the modules of those of ``params`` that are slices, each once."""
+        """The meshes of the modules that own slices among ``params``, each mesh once."""
         if not self._groups:
             return []
         owners = [owner for param in params if (owner := fsdp_param_of(param)) is not None]
@@ -50,12 +50,12 @@ class Slices:
         return list({id(whole): whole for whole in found}.values())
 
     def meshes(self) -> dict[int, DeviceMesh]:
-        """The module's mesh by the `id` of each parameter that is a slice, and by that of its gradient."""
+        """The module's mesh for each parameter that is a slice, and for its gradient, by their `id`."""
         found: dict[int, DeviceMesh] = {}
         for group, whole in self._groups.items():
             for param in group.params:
                 sharded = param.sharded
-                if is_part_of(_torch.spec_of(sharded).mesh, whole):  # else tensor or expert parallelism has the rest
+                if is_part_of(_torch.spec_of(sharded).mesh, whole):  # else tensor or expert parallelism has the others
                     found[id(sharded)] = whole
                     if sharded.grad is not None:
                         found[id(sharded.grad)] = whole

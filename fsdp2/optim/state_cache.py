@@ -1,8 +1,8 @@
-"""`StepStateCache`: the state inside, kept from one step of a `fsdp2.optim.local` to the next.
+"""`StepStateCache`: the state inside, kept from one step of a `fsdp2.optim.local` optimizer to the next.
 
-To build it anew is to hash every tensor, a sixth of what a step costs beyond the plain optimizer's own. But its keys
-are the local tensors, and an optimizer must not keep memory alive that its model has given up: so it is forgotten at
-once when a shard buffer is, and never kept for parameters that lie elsewhere.
+Building it anew hashes every tensor, which is a sixth of what a step costs beyond the plain optimizer's own. But its
+keys are local tensors, and an optimizer must not keep memory alive that its model has given up. So it is forgotten as
+soon as a shard buffer is, and never kept for parameters that lie elsewhere.
 """
 
 from __future__ import annotations
@@ -30,27 +30,28 @@ class StepStateCache:
         self._watched: list[weakref.ref[DtypeBuffers]] | None = None
 
     def take(self, tensors: Sequence[torch.Tensor]) -> State | None:
-        """What was kept, if it is of ``tensors``, in this order."""
+        """Take the kept state out, if its keys are ``tensors`` in this order; else None."""
         kept = self._kept.pop() if self._kept else None
         if kept is None or len(kept) != len(tensors) or not all(map(operator.is_, kept, tensors)):
             return None
         return kept
 
     def keep(self, state: State, param_groups: Sequence[dict[str, Any]]) -> None:
-        """Keep ``state`` until it is taken, or memory below the parameters of ``param_groups`` is given up."""
+        """Keep ``state`` until it is taken, or a shard buffer below ``param_groups`` is dropped."""
         if self._watched is None or any(watched() is None for watched in self._watched):
             self._watch(parameter for group in param_groups for parameter in group["params"])
         if self._can_keep:
             self._kept[:] = [state]
 
     def _watch(self, params: Iterable[torch.Tensor]) -> None:
+        # A weak reference calls its function when the buffer is dropped. The function holds the list, not this object.
         kept, buffers = self._kept, _buffers_below(params)
         self._can_keep = buffers is not None
         self._watched = [weakref.ref(each, lambda _: kept.clear()) for each in buffers or ()]
 
 
 def _buffers_below(params: Iterable[torch.Tensor]) -> set[DtypeBuffers] | None:
-    """The shard buffers that those of ``params`` lie on that are sharded; None if one lies elsewhere."""
+    """The shard buffers that the sharded ones among ``params`` lie on; None if one of them lies elsewhere."""
     below: dict[Any, DtypeBuffers] = {}
     groups = set()
     for parameter in params:

@@ -1,10 +1,9 @@
 """`StepTargets`: what an optimizer of `fsdp2.optim.local` steps on: plain tensors, with plain gradients and state.
 
-Two ways of seeing the same memory. *Outside*, to users, hooks, schedulers and checkpoints, there are the sharded
-parameters, and a state of DTensors. *Inside*, to the optimizer's own ``step``, there are local tensors: of each
-parameter, or of a whole `Run`. Nothing is copied between the two: a DTensor outside is a wrapper around the tensor
-inside, or around a slice of it. Only counters (tensors of no dims) of a run are copied out, for outside every parameter
-has its own.
+There are two views of the same memory. *Outside*, to users, hooks, schedulers and checkpoints, there are sharded
+parameters and a state of DTensors. *Inside*, to the optimizer's own ``step``, there are local tensors: one for each
+parameter, or one for a whole `Run`. Nothing is copied between the two: a DTensor outside wraps the tensor inside, or a
+slice of it. Only counters (tensors of no dims) of a run are copied out, as outside every parameter has its own.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from fsdp2.errors import FSDPNotImplementedError, FSDPValueError
 from fsdp2.optim.runs import Run, runs_of
 
 State = dict[Any, Any]
-"""Of one parameter: values by name. Of all: states by parameter."""
+"""The state of one parameter, values by name; or of all parameters, states by parameter."""
 
 COUNTERS = ("step", "eta", "mu", "mu_product")
-"""What torch's optimizers keep in tensors of no dims: plain tensors, though the parameter may have no dims either."""
+"""State that torch's optimizers keep in tensors of no dims: plain tensors, also if the parameter has no dims itself."""
 
 
 def name_of(parameter: torch.Tensor) -> str:
-    """How messages call ``parameter``."""
+    """The words by which messages name ``parameter``."""
     owner = fsdp_param_of(parameter)
     return f"'{owner.path}'" if owner is not None else f"of shape {tuple(parameter.shape)}"
 
@@ -42,10 +41,10 @@ def name_of(parameter: torch.Tensor) -> str:
 
 
 def refuse_partial(parameter: torch.Tensor) -> None:
-    """Refuse a parameter whose value is still to be summed.
+    """Refuse a parameter whose local tensors are still to be summed.
 
     Raises:
-        FSDPValueError: it has a Partial placement.
+        FSDPValueError: ``parameter`` has a Partial placement.
     """
     if isinstance(parameter, DTensor) and any(placement.is_partial() for placement in parameter.placements):
         raise FSDPValueError(
@@ -55,7 +54,7 @@ def refuse_partial(parameter: torch.Tensor) -> None:
 
 
 def _local_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """What lies under ``gradient``, looked at closely: it is not, for sure, like its parameter.
+    """The local tensor of ``gradient``, after a close look: it does not share its parameter's spec.
 
     Raises:
         FSDPValueError: it is no DTensor of the parameter's shape, mesh and placements.
@@ -77,12 +76,12 @@ def _local_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Te
         )
     below = _torch.wait_for_tensor(_torch.local_of(gradient))
     if below.dtype != local.dtype:
-        local.grad_dtype = None  # any
+        local.grad_dtype = None  # allows a gradient of any dtype
     return below
 
 
 def _inside(parameter: torch.Tensor, state: State) -> State:
-    """``state`` of the sharded ``parameter`` with local tensors for DTensors.
+    """``state`` of the sharded ``parameter``, with local tensors in place of DTensors.
 
     Raises:
         FSDPValueError: a tensor is not sharded like the parameter.
@@ -109,19 +108,19 @@ def _inside(parameter: torch.Tensor, state: State) -> State:
 
 
 def _is_whole(name: str, value: Any, shape: torch.Size) -> bool:
-    """Whether ``value`` of a state inside, for a tensor of ``shape``, has an element for each of its."""
+    """Whether ``value``, of a state inside, has an element for each of those of a tensor of ``shape``."""
     if not isinstance(value, torch.Tensor):
         return False
     return value.shape == shape and not is_counter(name, value)
 
 
 def is_counter(name: str, value: Any) -> bool:
-    """Whether ``value`` of a state is one number for the parameter, also of a parameter that has no dims itself."""
+    """Whether ``value``, of a state, is one number for the parameter, also if the parameter has no dims."""
     return isinstance(value, torch.Tensor) and value.dim() == 0 and name in COUNTERS
 
 
 def _check_made(parameter: torch.Tensor, state: State, shape: torch.Size) -> None:
-    """Look at what the optimizer has made for a tensor of ``shape``.
+    """Check the ``state`` that the optimizer has made for a tensor of ``shape``.
 
     Raises:
         FSDPNotImplementedError: it is not elementwise.
@@ -136,7 +135,7 @@ def _check_made(parameter: torch.Tensor, state: State, shape: torch.Size) -> Non
 
 
 def _update_outside(parameter: torch.Tensor, inside: State, outside: State) -> None:
-    """Bring ``outside`` up to date: DTensors that lie on the same tensor stay the same."""
+    """Bring the state ``outside`` up to date. A DTensor that wraps the same tensor as before stays the same object."""
     shape = _torch.local_of(parameter).shape
     for name in [name for name in outside if name not in inside]:
         del outside[name]
@@ -153,14 +152,14 @@ def _update_outside(parameter: torch.Tensor, inside: State, outside: State) -> N
 
 
 class _Counters:
-    """One counter of every parameter of some runs: each has its own outside, and all are written at once.
+    """One counter of every parameter of several runs: each parameter has its own, and all are written at once.
 
     Args:
-        values: () of each run.
-        counts: how many parameters it has.
+        values: the counter () of each run.
+        counts: how many parameters each run has.
 
     Attributes:
-        each: () of each parameter, run by run.
+        each: the counter () of each parameter, run by run.
     """
 
     __slots__ = ("_all", "_bytes", "_counts", "_memory", "_run_of", "_version", "each")
@@ -168,7 +167,8 @@ class _Counters:
     def __init__(self, values: Sequence[torch.Tensor], counts: Sequence[int]) -> None:
         self._counts = counts
         self._run_of: torch.Tensor | None = None
-        # Not views: of what has one, fake tensors forget the value when it is written, and optimizers ask for it.
+        # Copies, not views of the runs' counters: a fake tensor with a view forgets its value when it is written, and
+        # optimizers ask for the value.
         self._all = torch.cat([value.detach().repeat(count) for value, count in zip(values, counts, strict=True)])
         self.each = self._all.unbind()
         is_seen = self._all.device.type == "cpu" and not _torch.is_fake(self._all)
@@ -180,8 +180,8 @@ class _Counters:
         self._bytes = b"" if self._memory is None else self._memory.raw
 
     def write(self, values: Sequence[torch.Tensor]) -> None:
-        """Make those of each run what ``values`` has for it."""
-        if self._run_of is None:  # waits for a device, so only once, and not where they are never written
+        """Write, for the parameters of each run, the counter that ``values`` has for it."""
+        if self._run_of is None:  # made late, as this waits for a device, and many counters are never written
             numbers = [index for index, count in enumerate(self._counts) for _ in range(count)]
             self._run_of = torch.tensor(numbers, device=self._all.device)
         with torch.no_grad():
@@ -189,10 +189,10 @@ class _Counters:
         self._note()
 
     def were_written(self, start: int, count: int) -> bool:
-        """Whether anyone else has written one of ``count`` from ``start`` on since.
+        """Whether anyone else has written one of the ``count`` counters from ``start`` on.
 
-        Where they can be read without waiting for a device, also in ways that no version counts. Elsewhere whether
-        anyone has written any: views share the version of what they lie on.
+        In host memory the bytes are compared, which shows writes that no version counts, without waiting for a device.
+        Elsewhere the answer is whether any counter was written, as all of them are views that share one version.
         """
         if self._memory is None:
             return _torch.version_of(self._all) != self._version
@@ -204,12 +204,12 @@ class FlatRun:
     """The parameters of a `Run`, stepped on as one tensor of one dim.
 
     Attributes:
-        run: they.
-        state: inside.
+        run: the run.
+        state: its state inside.
     """
 
     def __init__(self, run: Run, states: Sequence[State]) -> None:
-        """Copy ``states`` of the parameters, which agree, into one."""
+        """Copy ``states`` of the parameters, whose counters agree, into one state."""
         self.run = run
         self.state: State = {}
         self._shown: list[dict[str, Callable[[], Any]]] = []
@@ -217,6 +217,7 @@ class FlatRun:
         for name, value in states[0].items():
             if isinstance(value, DTensor):
                 local = _torch.local_of(value)
+                # Zeros, as the state of padding must stay harmless: [Note: padding that is stepped on] in `runs`.
                 flat = local.new_zeros(run.numel)
                 for parameter, offset, state in zip(run.params, run.offsets, states, strict=True):
                     self._slice(flat, offset, parameter).copy_(_torch.local_of(state[name]))
@@ -231,7 +232,7 @@ class FlatRun:
         return storage_slice(flat, int(flat.storage_offset()) + offset, local.shape, local.stride())
 
     def check(self) -> None:
-        """Look at what the optimizer has made.
+        """Check the state that the optimizer has made.
 
         Raises:
             FSDPNotImplementedError: it is not elementwise.
@@ -239,7 +240,7 @@ class FlatRun:
         _check_made(self.run.params[0], self.state, torch.Size((self.run.numel,)))
 
     def counters(self) -> dict[str, torch.Tensor]:
-        """What is one number for all of its parameters, by name."""
+        """The values that are one number for all parameters, by name."""
         shape = torch.Size((self.run.numel,))
         return {
             name: value
@@ -248,10 +249,10 @@ class FlatRun:
         }
 
     def show(self, outside: State, counters: dict[str, tuple[_Counters, int]]) -> None:
-        """Put the state of every parameter in ``outside``.
+        """Put the state of every parameter into ``outside``.
 
         Args:
-            counters: by name, with the place of the first parameter's among them.
+            counters: for each name, the counters, and the index of the first parameter's among them.
         """
         self._counters = list(counters.values())
         self._shown = []
@@ -274,7 +275,7 @@ class FlatRun:
         return any(counters.were_written(first, count) for counters, first in self._counters)
 
     def is_unchanged(self, outside: State) -> bool:
-        """Whether what `show` has put in ``outside`` is there yet."""
+        """Whether ``outside`` still has what `show` has put there."""
         return (
             bool(self._shown)
             and not self.has_written_counters()
@@ -285,28 +286,29 @@ class FlatRun:
         )
 
     def is_of(self, run: Run) -> bool:
-        """Whether ``run`` is of the same parameters, as far from each other."""
+        """Whether ``run`` has the same parameters at the same offsets."""
         return (run.offsets, run.numel) == (self.run.offsets, self.run.numel) and all(
             map(operator.is_, run.params, self.run.params)
         )
 
 
 COUNTERS_TOGETHER = 256
-"""At most, but for those of one run: who pickles one counter pickles all that lie beside it."""
+"""How many counters share memory at most, beside those of one run: whoever pickles one counter pickles all of them."""
 
 
 class ShownRuns:
-    """Runs whose state is shown outside, with their counters side by side.
+    """Runs whose state is shown outside, with their counters side by side in memory.
 
     Args:
-        runs: they.
-        outside: where the state of every parameter of them is put.
+        runs: the runs.
+        outside: the mapping into which the state of each of their parameters is put.
     """
 
     def __init__(self, runs: Sequence[FlatRun], outside: State) -> None:
         alike: dict[Any, list[list[FlatRun]]] = {}
         for each in runs:
             for name, value in each.counters().items():
+                # Counters of one name, dtype and device lie side by side, so that a step updates them by one operation.
                 together = alike.setdefault((name, value.dtype, value.device), [[]])
                 if sum(len(other.run.params) for other in (*together[-1], each)) > COUNTERS_TOGETHER:
                     together.append([])
@@ -323,17 +325,17 @@ class ShownRuns:
             each.show(outside, shown[id(each)])
 
     def show_counters(self) -> None:
-        """Bring them up to date. Nothing else has been made or replaced since."""
+        """Bring the counters outside up to date. Nothing else may have been made or replaced since."""
         for name, members, counters in self._counters:
             counters.write([each.state[name] for each in members])
 
     def has_written_counters(self) -> bool:
-        """Whether anyone has written one outside."""
+        """Whether anyone has written a counter outside."""
         return any(counters.were_written(0, len(counters.each)) for _, _, counters in self._counters)
 
 
 def _become(shown: State, made: State) -> None:
-    """Let ``shown`` hold what ``made`` does. An interrupt that comes meanwhile finds the state in it."""
+    """Make ``shown`` equal to ``made``. New values come before old ones go: Ctrl-C in between loses none."""
     shown.update(made)
     for name in shown.keys() - made.keys():
         del shown[name]
@@ -343,7 +345,7 @@ def _become(shown: State, made: State) -> None:
 
 
 def _shown_on(parameter: torch.Tensor, local: torch.Tensor, known: object) -> DTensor:
-    """The state on ``local`` of ``parameter``: what is ``known`` outside, if it is alike, as programs may hold it."""
+    """The DTensor over ``local`` in the state of ``parameter``: ``known``, if it is alike, as programs may hold it."""
     if isinstance(known, DTensor) and type(known) is DTensor and known.dtype == local.dtype:
         spec, own = _torch.spec_of(known), _torch.spec_of(parameter)
         if (spec.mesh, tuple(spec.placements), known.shape) == (own.mesh, tuple(own.placements), parameter.shape):
@@ -353,9 +355,9 @@ def _shown_on(parameter: torch.Tensor, local: torch.Tensor, known: object) -> DT
 
 
 def _leave_runs(params: Sequence[torch.Tensor], outside: State, earlier: Sequence[FlatRun]) -> None:
-    """Of ``params``, those that were in runs of before, of which others go on in runs, have their state by themselves.
+    """Copy the state of ``params`` that have left a run of ``earlier``, while other parameters of it stay in runs.
 
-    Else all that the run had would live on with it.
+    Without a copy it would keep the memory of the whole earlier run alive.
     """
     before = {id(parameter) for flat_run in earlier for parameter in flat_run.run.params}
     for parameter in params:
@@ -365,7 +367,7 @@ def _leave_runs(params: Sequence[torch.Tensor], outside: State, earlier: Sequenc
 
 
 def _weakly(value: Any) -> Callable[[], Any]:
-    """How ``value`` of a state is known again. What was dropped outside must not live on."""
+    """A function that returns ``value``, without keeping a tensor alive that was dropped outside."""
     return weakref.ref(value) if isinstance(value, torch.Tensor) else lambda: value
 
 
@@ -374,7 +376,7 @@ def _is_unchanged(state: State, shown: dict[str, Callable[[], Any]]) -> bool:
 
 
 def _agreement(state: State) -> object:
-    """Equal for parameters whose states may become one. Reads counters from the device."""
+    """A value that is equal for parameters whose states may become one. Reads counters from the device."""
     found: list[object] = []
     for name, value in sorted(state.items()):
         if isinstance(value, DTensor):
@@ -391,10 +393,10 @@ def _agreement(state: State) -> object:
 
 
 class StepTargets:
-    """What one parameter group is stepped on as.
+    """The tensors that one parameter group is stepped on as.
 
     Attributes:
-        flats: runs.
+        flats: its runs.
     """
 
     def __init__(
@@ -408,10 +410,10 @@ class StepTargets:
         """Take over the state ``outside``.
 
         Args:
-            params: of the group, sharded or not.
-            outside: of all parameters.
-            flat: those of them that are to be stepped on in runs, where there are any now, see `runs_of`.
-            earlier: runs of before, whose memory is used again where nothing has changed.
+            params: the parameters of the group, sharded or not.
+            outside: the state of all parameters of the optimizer.
+            flat: parameters to be stepped on in runs, if they form any now; see `runs_of`.
+            earlier: earlier runs, whose memory is used again where nothing has changed.
         """
         self._params = list(params)
         self._unchecked = True
@@ -424,7 +426,7 @@ class StepTargets:
         }
 
         def agreement(parameter: torch.Tensor) -> object:
-            flat_run = unchanged.get(id(parameter))  # whose counters need not be read
+            flat_run = unchanged.get(id(parameter))  # counters of an unchanged run need not be read from the device
             return _agreement(outside.get(parameter, {})) if flat_run is None else id(flat_run)
 
         runs = runs_of(flat, agreement)
@@ -435,11 +437,12 @@ class StepTargets:
             else:
                 known = FlatRun(run, [_checked(each, outside.get(each, {})) for each in run.params])
                 if known.state:
-                    ShownRuns([known], outside)  # lets go of what was copied, before the next run is
+                    ShownRuns([known], outside)  # frees the copied state before the next run is made
             self.flats.append(known)
         in_runs = {id(parameter) for run in runs for parameter in run.params}
         rest = [parameter for parameter in params if id(parameter) not in in_runs]
         _leave_runs(rest, outside, [each for each in earlier if any(id(p) in in_runs for p in each.run.params)])
+        # `swap_in` lends the tensors in this order: runs, single sharded parameters, plain ones.
         self._sharded = [parameter for parameter in rest if isinstance(parameter, DTensor)]
         self._plain = [parameter for parameter in rest if not isinstance(parameter, DTensor)]
         self._specs = list(map(_torch.spec_of, self._sharded))
@@ -448,24 +451,24 @@ class StepTargets:
         self._states += [outside.get(each, {}) for each in self._plain]
 
     def is_of(self, params: Sequence[torch.Tensor]) -> bool:
-        """Whether they are the parameters that these units are made of."""
+        """Whether this was made of ``params``."""
         return len(params) == len(self._params) and all(map(operator.is_, params, self._params))
 
     def show_counters(self) -> None:
-        """`show`, where the step has made nothing new."""
+        """Bring only the counters outside up to date: enough if the step has made no new tensor."""
         self._shown_runs.show_counters()
 
     def has_written_counters(self) -> bool:
-        """Whether anyone has written a counter of a run outside, since `show`."""
+        """Whether anyone has written a run's counter outside since `show`."""
         return self._shown_runs.has_written_counters()
 
     def swap_in(self) -> tuple[list[torch.Tensor], list[State]] | None:
-        """The tensors to step on, with their gradients, and their states; None if a run is none any more.
+        """The tensors to step on, with their gradients, and their states; None if a run is no run any more.
 
-        Until `swap_out` the gradients are held.
+        Gradients are held until `swap_out`.
 
         Raises:
-            FSDPValueError: a gradient is not sharded like its parameter. Call `swap_out` then, too.
+            FSDPValueError: a gradient is not sharded like its parameter. Call `swap_out` then as well.
         """
         self._lent = tensors = []
         with _torch.plain_attributes():
@@ -473,6 +476,7 @@ class StepTargets:
                 found = flat_run.run.tensors()
                 if found is None:
                     return None
+                # The optimizer sees one tensor with one gradient.
                 found[0].grad = found[1]
                 tensors.append(found[0])
         states = [flat_run.state for flat_run in self.flats]
@@ -485,17 +489,17 @@ class StepTargets:
         return tensors + self._plain, states + self._states
 
     def _local_gradients(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """What lies under ``gradients``.
+        """The local tensors of ``gradients``.
 
         Raises:
-            FSDPValueError: one is not sharded like its parameter.
+            FSDPValueError: a gradient is not sharded like its parameter.
         """
-        try:  # the usual case, in loops of C: all are there, and lie like their parameters for sure
+        try:  # the usual case, in loops of C: all have gradients, which share their parameters' specs
             if all(map(operator.is_, map(_torch.spec_of, gradients), self._specs)):  # type: ignore[arg-type]
                 below = list(map(_torch.local_of, gradients))  # type: ignore[arg-type]
                 if set(map(type, below)) <= {torch.Tensor}:
                     return below  # type: ignore[return-value]
-        except AttributeError:  # of None, or of a plain tensor
+        except AttributeError:  # None or a plain tensor has no spec
             pass
         return [
             None if gradient is None else _local_gradient(parameter, gradient)
@@ -503,11 +507,11 @@ class StepTargets:
         ]
 
     def in_lending_order(self) -> list[torch.Tensor]:
-        """The parameters as `swap_in` lends their tensors, where there are no runs."""
+        """The parameters in the order in which `swap_in` lends their tensors, without runs."""
         return [*self._sharded, *self._plain]
 
     def swap_out(self, states: Sequence[State] | None) -> None:
-        """Let go of the gradients; ``states``: those of the tensors that were lent, after the step."""
+        """Release the gradients. ``states``: those of the lent tensors after the step; None: nothing was stepped."""
         for local in self._lent:
             local.grad = None
         self._lent = []
@@ -517,11 +521,11 @@ class StepTargets:
             self._states = list(states[len(self.flats) :])
 
     def states(self) -> list[State]:
-        """The states of what is stepped on, in the order of `swap_in`."""
+        """The states of all tensors that are stepped on, in the order of `swap_in`."""
         return [flat_run.state for flat_run in self.flats] + self._states
 
     def check(self) -> None:
-        """Look at what the optimizer has made, the first time that it has made anything.
+        """Check the state that the optimizer has made, the first time that there is some.
 
         Raises:
             FSDPNotImplementedError: it is not elementwise.
@@ -534,9 +538,9 @@ class StepTargets:
             self._unchecked = not any(self._states) and not any(flat_run.state for flat_run in self.flats)
 
     def show(self, outside: State) -> None:
-        """Put the states of all parameters in ``outside``, as of a plain optimizer on the sharded parameters.
+        """Put the states of all parameters into ``outside``, as a plain optimizer on the sharded parameters has them.
 
-        In the order of the parameters, which is the same on every rank: what gathers a state walks through it.
+        New ones come in the order of the parameters, the same on all ranks: gathering a state walks through it.
         """
         made = {id(parameter) for flat_run in self.flats if flat_run.state for parameter in flat_run.run.params}
         rest = [*self._sharded, *self._plain]
@@ -554,7 +558,7 @@ class StepTargets:
 
 
 class _Through(MutableMapping[Any, Any]):
-    """The state of a sharded parameter as seen from inside, over the one outside, which it holds no tensor of."""
+    """The state of a sharded parameter as seen from inside. It reads the one outside, and holds none of its tensors."""
 
     def __init__(self, parameter: torch.Tensor, outside: State) -> None:
         self._parameter = parameter
@@ -579,12 +583,12 @@ class _Through(MutableMapping[Any, Any]):
 
 
 class LentState(MutableMapping[Any, Any]):
-    """Stands for the state inside, over a mapping that brings the state outside when it is asked for.
+    """Stands for the state inside, over a mapping outside that brings a state to the device when it is asked for.
 
     Args:
         outside: that mapping.
         params: the parameters outside.
-        tensors: for each of them, what is stepped on; by parameter group.
+        tensors: the tensors that they are stepped on as, by parameter group.
     """
 
     def __init__(self, outside: Any, params: Sequence[torch.Tensor], tensors: Sequence[list[torch.Tensor]]) -> None:
@@ -599,6 +603,7 @@ class LentState(MutableMapping[Any, Any]):
     def __setitem__(self, key: Any, state: Any) -> None:
         parameter = self._outer.get(key, key)
         self._outside[parameter] = {} if isinstance(parameter, DTensor) else state
+        # `_Through` turns the values into DTensors.
         if isinstance(parameter, DTensor):
             self[key].update(state)
 

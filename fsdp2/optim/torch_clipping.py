@@ -1,11 +1,11 @@
-"""What stands in the place of torch's own clipping functions, see `substitutes`: the same bits, found on local tensors.
+"""Stands in for torch's own clipping functions (`substitutes`): computes the same bits on local tensors.
 
-Torch's functions send every gradient through DTensor's dispatch, once for its norm, once to stack that, once to scale.
-Here the norms are taken of the local tensors, put together as DTensor does it, and the local tensors are scaled.
-On a CPU those that lie on buffers of groups, as they were delivered, are taken as rows there, and scaled as a whole.
-Gradients that do not lie alike, or are sharded over several dims of a mesh, go to torch's functions.
-(`fsdp2.clip_grad_norm_` is for those as well, and faster; its norm is a sum in float64 over the buffers of groups,
-whose last bits are others.)
+torch's functions send every gradient through DTensor's dispatch, once for its norm, once to stack that, once to scale.
+Here norms are computed on local tensors, combined as DTensor does it, and the local tensors are scaled. On a CPU the
+gradients that lie on buffers of groups, as they were delivered, are read as rows of these buffers, and scaled as one
+tensor. Gradients that differ in mesh or placements, or are sharded over several mesh dims, go to torch's functions.
+(`fsdp2.clip_grad_norm_` takes those as well, and is faster. Its norm is a sum in float64 over the buffers of groups,
+whose last bits differ.)
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _FOREACH_DEVICES = ("cpu", "cuda")
 
 
 def substitutes() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """For each of torch's functions that takes gradients in its hands, what gives the same and costs less."""
+    """For each of torch's functions that read or scale gradients, one here that gives the same bits and costs less."""
     return {
         _torchs_clip_norm: clip_grad_norm_,
         _torchs_total_norm: get_total_norm,
@@ -57,12 +57,13 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """`torch.nn.utils.clip_grad_norm_`. Collective, as that is, over the mesh of the gradients if they are DTensors."""
+    """`torch.nn.utils.clip_grad_norm_`. Collective over the mesh of the gradients, as torch's, if they are DTensors."""
     every = _as_list(parameters)
     alike = None if foreach is False else _Alike.of_parameters(every)
     total = None if alike is None else alike.total_norm(norm_type, error_if_nonfinite)
     if alike is None or total is None:
-        given = parameters if isinstance(parameters, types.GeneratorType) and not every else every  # which it warns of
+        # A generator that was empty is passed on, as torch warns of it; another one has been used up.
+        given = parameters if isinstance(parameters, types.GeneratorType) and not every else every
         return _torchs_clip_norm(given, max_norm, norm_type, error_if_nonfinite, foreach)
     alike.scale(max_norm, total)
     return total
@@ -72,7 +73,7 @@ def clip_grad_norm_(
 def get_total_norm(
     tensors: TensorOrTensors, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
 ) -> torch.Tensor:
-    """`torch.nn.utils.get_total_norm`. Collective, as that is, over the mesh of ``tensors`` if they are DTensors."""
+    """`torch.nn.utils.get_total_norm`. Collective over the mesh of ``tensors``, as torch's, if they are DTensors."""
     every = _as_list(tensors)
     alike = None if foreach is False else _Alike.of(every)
     total = None if alike is None else alike.total_norm(norm_type, error_if_nonfinite)
@@ -113,7 +114,7 @@ def _gradients_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 class _Alike:
-    """DTensors of one device and dtype, all of them sharded over the same ranks, and the same on all others.
+    """DTensors of one device and dtype, all sharded over one and the same mesh dim, and replicated over all others.
 
     Attributes:
         below: their local tensors.
@@ -123,11 +124,12 @@ class _Alike:
         self.below = below
         self._tensors = tensors
         self._mesh = mesh
-        self._dim = dim  # of the mesh
+        self._dim = dim  # the mesh dim that they are sharded over
 
     @classmethod
     def of_parameters(cls, parameters: list[torch.Tensor]) -> _Alike | None:
-        """`of` their gradients."""
+        """`of` the gradients of ``parameters``, or what an earlier call has found out about delivered ones."""
+        # Only on a CPU the norm of a row has the bits of that of a single tensor: [Note: norms of rows] in `delivered`.
         is_here = bool(parameters) and parameters[0].is_cpu and not torch.compiler.is_compiling()
         delivered = delivered_of(parameters) if is_here else None
         slices = None if delivered is None else delivered.slices()
@@ -142,19 +144,19 @@ class _Alike:
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> _Alike | None:
-        """None if ``tensors`` are anything else, or none, or while a graph is made of the call."""
+        """None if ``tensors`` are anything else, or there are none, or the call is being traced into a graph."""
         if torch.compiler.is_compiling():
             return None
         try:
             specs = list(map(_torch.spec_of, tensors))
-        except AttributeError:  # of a plain tensor
+        except AttributeError:  # a plain tensor has no spec
             return None
         below = list(map(_torch.local_of, tensors))
         if set(map(type, below)) != {torch.Tensor} or len(set(map(_dtype, below))) > 1:
             return None
         if len(set(map(_device_number, below))) > 1 or below[0].device.type not in _FOREACH_DEVICES:
             return None
-        examples = dict(zip(map(id, specs), specs, strict=True)).values()  # few: they are shared
+        examples = dict(zip(map(id, specs), specs, strict=True)).values()  # few, as specs are shared
         mesh, dims = specs[0].mesh, {_sharded_dim(spec.placements) for spec in examples}
         dim = dims.pop() if len(dims) == 1 else None
         if dim is None or any(spec.mesh != mesh for spec in examples) or mesh.get_coordinate() is None:
@@ -166,16 +168,19 @@ class _Alike:
         return self._tensors
 
     def total_norm(self, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor | None:
-        """(), the same on all ranks of the mesh; None if it is torch's to find, or to refuse. Collective."""
+        """The norm (), the same on all ranks of the mesh; None if torch's function must compute or refuse it.
+
+        Collective over the mesh.
+        """
         order = float(norm_type)
-        if order == math.inf:  # of a rank without elements torch's own raises, and the others wait for it
-            # Of gradients in host memory it is on the mesh's device.
+        if order == math.inf:  # torch's own raises on a rank without elements, and the other ranks wait for it
+            # The norm is on the mesh's device, also for gradients in host memory.
             found = clip_grad.norm_on_own_meshes(self.gradients(), order).to(self.below[0].device, self.below[0].dtype)
-        elif 0 < order < math.inf:  # as DTensor does it, without its dispatch
+        elif 0 < order < math.inf:  # the arithmetic of DTensor, without its dispatch
             norms = self.norms(order)
             if self._mesh.size(self._dim) > 1:
                 powers, there = norms**order, self._mesh.device_type
-                if powers.device.type != there:  # of gradients in host memory
+                if powers.device.type != there:  # gradients in host memory: collectives run on the mesh's device
                     powers = powers.to(there)
                 dist.all_reduce(powers, group=self._mesh.get_group(self._dim))
                 norms = (powers ** (1.0 / order)).to(self.below[0].device)
@@ -184,20 +189,21 @@ class _Alike:
             return None
         if error_if_nonfinite and not math.isfinite(found.item()):
             return None
+        # torch's function returns a DTensor for DTensors, so this one does.
         spec = _torch.make_spec(self._mesh, [Replicate()] * self._mesh.ndim, (), (), found.dtype)
         return _torch.make_dtensor(found, spec)
 
     def norms(self, order: float) -> torch.Tensor:
-        """(n,): of what this rank has of each."""
+        """(n,): the norm of this rank's part of each gradient."""
         return torch.stack(_torch.foreach_norm(self.below, order, None))
 
     def scale(self, max_norm: float, total_norm: torch.Tensor) -> None:
-        """Multiply them in place, without asking the device whether the factor is below 1."""
+        """Clip them in place. The host does not wait for the device to see whether this is needed."""
         total = _torch.plain_of(total_norm).to(self.below[0].device)
         self.multiply(torch.clamp(float(max_norm) / (total + 1e-6), max=1.0))
 
     def multiply(self, factor: torch.Tensor) -> None:
-        """By ``factor`` (), in place."""
+        """Multiply them by ``factor`` (), in place."""
         _torch.foreach_mul(self.below, factor)
 
     def is_whole(self, total_norm: torch.Tensor) -> bool:
@@ -210,14 +216,14 @@ class _Alike:
 
 
 class _Where(NamedTuple):
-    """What `_Alike` knows of gradients that were delivered."""
+    """The mesh, and its dim, over which delivered gradients are sharded."""
 
     mesh: Any
     dim: int
 
 
 class _AsDelivered(_Alike):
-    """Gradients on buffers of groups, on a CPU, as they were delivered there."""
+    """Gradients on a CPU that lie on buffers of groups, as they were delivered there."""
 
     def __init__(
         self, parameters: Sequence[torch.Tensor], delivered: Delivered, slices: list[torch.Tensor], where: _Where
@@ -233,15 +239,16 @@ class _AsDelivered(_Alike):
         return self._delivered.norms(order)
 
     def multiply(self, factor: torch.Tensor) -> None:
-        if not math.isfinite(_torch.on_host(factor.double())):  # what lies between gradients is to remain zeros
+        if not math.isfinite(_torch.on_host(factor.double())):  # padding between gradients must stay zeros
             super().multiply(factor)
             return
         _torch.foreach_mul(self._slices, factor)
+        # The gradients were written through slices of the buffers, which their own versions do not show.
         torch.autograd.graph.increment_version(self.below)
 
 
 def _are_plain_numbers(tensors: list[torch.Tensor]) -> bool:
-    """Whether they are real, on the CPU, of one dtype, and none is a stand-in."""
+    """Whether they are real, on the CPU, of one dtype, and no subclass such as a fake tensor."""
     first = tensors[0]
     return (
         first.is_cpu
@@ -252,7 +259,7 @@ def _are_plain_numbers(tensors: list[torch.Tensor]) -> bool:
 
 
 def _sharded_dim(placements: Sequence[Any]) -> int | None:
-    """The dim of the mesh that is sharded over; None if it is not one alone."""
+    """The only mesh dim that is sharded over; None if there is none, or several."""
     if any(type(each) not in (Shard, Replicate) for each in placements):
         return None
     dims = [dim for dim, each in enumerate(placements) if type(each) is Shard]

@@ -1,12 +1,12 @@
-"""What ``zero_grad`` of models and optimizers drops beside ``.grad``.
+"""Lets ``zero_grad`` of models and optimizers drop gradients that are not in ``.grad`` yet, too.
 
 In plain PyTorch everything that backwards have computed is in ``.grad``. Here gradients of microbatches without
-communication wait on unsharded parameters, those that stopped before their all-reduce wait in a buffer, others are on
-their way or add up on the host. A program that gives an accumulation up (its loss or its loader raised) calls
+communication wait on unsharded parameters, those that stopped before their all-reduce wait in a buffer, and others are
+on their way or add up on the host. A program that gives an accumulation up (its loss or its loader raised) calls
 ``zero_grad`` and begins again: what waits must be gone then.
 
-Nor does memory stay for gradients that nobody has any more: what they lay on is used again, step by step, and would
-otherwise be freed by the next forward.
+The memory of delivered gradients goes, too, if nobody has one any more. It is used again step by step, and would
+otherwise stay until the next forward frees it.
 
 ``torch.optim.Optimizer.zero_grad`` and ``torch.nn.Module.zero_grad`` have no hooks, so the first `fully_shard` wraps
 both: optimizers know nothing of groups, and a model may be a plain module around sharded ones.
@@ -29,7 +29,7 @@ from fsdp2.core.reduce import GradientReducer
 
 
 def install() -> list[_torch.Undo]:
-    """Let ``zero_grad`` of optimizers and modules drop what waits."""
+    """Wrap ``zero_grad`` of optimizers and modules so that it drops gradients that wait."""
     return [_torch.around_zero_grad(Optimizer, _of_optimizers), _torch.around_zero_grad(nn.Module, _of_modules)]
 
 
@@ -37,17 +37,17 @@ def clear_waiting(parameters: Iterable[torch.Tensor], set_to_none: bool) -> Call
     """Drop the gradients of ``parameters`` that wait anywhere but in their ``.grad``; or make them zeros.
 
     Args:
-        parameters: sharded ones; predecessors and unsharded ones stand for those that took their place, of which
+        parameters: sharded ones. Predecessors and unsharded ones stand for the sharded ones that replaced them, whose
             ``.grad`` is cleared too. Others are passed over.
-        set_to_none: as of ``zero_grad``.
+        set_to_none: the argument of ``zero_grad``.
 
     No communication; reductions in flight are waited for.
 
     Returns:
-        What to call once ``.grad`` is cleared: it frees the memory that gradients lie on, unless somebody holds some.
+        A function to call once ``.grad`` is cleared: it frees the memory of gradients, unless somebody holds one.
     """
-    groups: dict[FSDPParamGroup, set[FSDPParam] | None] = {}  # those of them that wait
-    unseen: list[torch.Tensor] = []
+    groups: dict[FSDPParamGroup, set[FSDPParam] | None] = {}  # by group, its parameters; None: nothing of it waits
+    unseen: list[torch.Tensor] = []  # sharded parameters whose ``.grad`` the caller does not clear itself
     for parameter in parameters:
         owner = fsdp_param_of(parameter)
         if owner is None:

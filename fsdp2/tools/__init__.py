@@ -1,5 +1,5 @@
-"""What users look at and plan with: explanations, estimates, timelines, metrics, the command line.
+"""Tools to look at a model and to plan with: explanations, estimates, timelines, metrics, the command line.
 
-Reads the engine, which knows nothing of it. Every part works with torch alone; what is nicer with another library
-(rich, matplotlib, PyYAML) comes with ``fsdp2[tools]``.
+They read the engine, which knows nothing of them. Every part works with torch alone; where another library makes it
+nicer (rich, matplotlib, PyYAML), that comes with ``fsdp2[tools]``.
 """

@@ -1,6 +1,6 @@
 """``fsdp2 doctor``: versions, devices, variables of process groups, and one exchange between ranks that it starts.
 
-``python -m fsdp2.tools.doctor`` is one of these ranks.
+Each of these ranks runs ``python -m fsdp2.tools.doctor``.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from fsdp2.tools import environment
 from fsdp2.tools.quantities import shown_bytes
 
 Level = Literal["ok", "note", "warning", "problem"]
-"""A problem stops or spoils runs, a warning slows them, a note is to be known."""
+"""A problem stops or spoils runs, a warning slows them, a note is good to know."""
 
 MIB = 2**20
 LIMIT_SECONDS = 180
-_ENDS_SECONDS = 45  # the launcher gives its ranks 30
+_ENDS_SECONDS = 45  # the launcher waits 30 s for its ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
         topic: "torch", "variables", ...
         level: how bad it is.
-        what: a sentence.
+        what: what was found, in a sentence.
         remedy: what to do; "" if nothing is to be done.
         values: what was measured or read, by name, with units in the names.
     """
@@ -59,7 +59,7 @@ class Diagnosis:
     """All findings. ``str()`` shows them.
 
     Attributes:
-        findings: in the order that they were made.
+        findings: the findings, in the order in which they were made.
     """
 
     findings: Sequence[Finding]
@@ -122,7 +122,7 @@ def versions() -> Iterator[Finding]:
 
 
 def about_torch(version: str) -> Finding:
-    """Whether torch of this version is one that fsdp2 is tested on."""
+    """Whether fsdp2 is tested on this version of torch."""
     found = re.match(r"(\d+)\.(\d+)", version)
     release = (int(found[1]), int(found[2])) if found else (0, 0)
     tested = f"{FIRST[0]}.{FIRST[1]} to {LAST[0]}.{LAST[1]}"
@@ -152,7 +152,7 @@ def devices() -> Iterator[Finding]:
 
 
 def memory_of(name: str, free: int, total: int) -> Finding:
-    """What is to be said of a device with so many bytes of memory."""
+    """The finding for a device with so many free bytes of memory, and so many in total."""
     values = {"free_bytes": free, "total_bytes": total}
     used = total - free
     if used > 0.05 * total + 1024 * MIB:
@@ -187,11 +187,11 @@ SLOW: dict[str, tuple[Callable[[str], bool], str]] = {
         "ranks compare every collective before it runs",
     ),
 }
-"""Variables that make runs slow or hang: which of their values do, and how."""
+"""Variables that make runs slow or hang: which of their values do so, and how."""
 
 
 def variables(environ: Environment | None = None) -> Iterator[Finding]:
-    """Which variables of fsdp2, the launcher, NCCL, gloo and CUDA are set."""
+    """The variables of fsdp2, the launcher, NCCL, gloo and CUDA that are set."""
     environ = os.environ if environ is None else environ
     known = {variable.name: variable for variable in environment.VARIABLES}
     for sentence in environment.unknown(environ).values():
@@ -217,13 +217,13 @@ def variables(environ: Environment | None = None) -> Iterator[Finding]:
 # -- one exchange
 
 _NUMBERS = 251
-"""By which ranks are told apart in what is gathered, a byte each: neighbours differ, and all of a node."""
+"""Ranks put a byte of their own, below this number, into what is gathered: neighbours differ, and all of a node."""
 
 
 def exchange(ranks: int | None = None) -> Iterator[Finding]:
-    """Start ranks on this machine and judge what they found; under a launcher, be one of those that it started.
+    """Start ranks on this machine and judge what they have measured. Under a launcher, be one of its ranks.
 
-    Under a launcher all ranks must call it.
+    Collective under a launcher: all ranks must call it.
     """
     if all(name in os.environ for name in LAUNCHER):
         yield judge(_as_rank())
@@ -238,14 +238,14 @@ def exchange(ranks: int | None = None) -> Iterator[Finding]:
 
 
 def measure(nbytes: int, repeats: int = 5) -> dict[str, Any]:
-    """What a rank finds. Collective: all ranks call it, with a process group.
+    """Measure an all-gather on this rank. Collective: all ranks call it, with a process group.
 
     Args:
-        nbytes: of what is gathered, on each rank; a multiple of the ranks.
-        repeats: of which the fastest counts: on a busy machine the others say what the cores could not do.
+        nbytes: bytes that are gathered on each rank; a multiple of the number of ranks.
+        repeats: how often it runs. The fastest run counts: on a busy machine the others show how busy the cores are.
 
     Returns:
-        Sizes in bytes, times in seconds; ``bytes_per_second`` is what one rank receives.
+        A dict with sizes in bytes and times in seconds; ``bytes_per_second`` is what one rank receives.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     is_nccl = dist.get_backend().startswith("nccl")
@@ -276,7 +276,7 @@ def measure(nbytes: int, repeats: int = 5) -> dict[str, Any]:
 
 
 def judge(found: Mapping[str, Any]) -> Finding:
-    """What is to be said of what a rank has measured."""
+    """The finding for what a rank has measured."""
     values = dict(found)
     if not found["is_right"]:
         what = f"{found['ranks']} ranks exchanged by {found['backend']}, and received wrong values."
@@ -289,7 +289,7 @@ def judge(found: Mapping[str, Any]) -> Finding:
 
 
 def _as_rank() -> dict[str, Any]:
-    """Meet the others, measure, part."""
+    """Make the process group, measure, and destroy it."""
     has_gpus = torch.cuda.is_available()
     if has_gpus:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -321,7 +321,7 @@ def _start(ranks: int) -> dict[str, Any] | str:
 
 
 def _end(launcher: subprocess.Popen[str]) -> None:
-    """Its ranks too: they are in sessions of their own, and the launcher ends them if it is asked to end."""
+    """End the launcher. Its ranks are in sessions of their own, and it ends them if it is asked to end itself."""
     if launcher.poll() is None:
         launcher.terminate()
         try:

@@ -1,6 +1,6 @@
-"""The ``FSDP2_*`` variables of the environment: which there are, what they take and mean. Others read them.
+"""The ``FSDP2_*`` variables of the environment: their names, values and meanings. Other files read them.
 
-Importing `fsdp2` warns of variables of that beginning that nothing reads: they are misspelled.
+Importing `fsdp2` warns of variables with this prefix that nothing reads, as they are misspelled.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Variable:
     """One variable.
 
     Attributes:
-        name: of it.
+        name: its name.
         takes: its values, in words.
         means: what it does, in a sentence.
-        accepts: whether a value is one of those.
+        accepts: whether a value is one of these.
     """
 
     name: str
@@ -67,7 +67,7 @@ VARIABLES: tuple[Variable, ...] = (
 
 
 def of_ours(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables that are set and begin like ours, without those of the tests."""
+    """The variables with our prefix that are set, without those of the tests."""
     found = os.environ if environment is None else environment
     return {
         name: value
@@ -77,7 +77,7 @@ def of_ours(environment: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def unknown(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """A sentence on each variable that begins like ours and is none, by its name."""
+    """For each variable with our prefix that fsdp2 does not read, a sentence about it, by its name."""
     known = [variable.name for variable in VARIABLES]
     return {
         name: f"{name} is set, and fsdp2 reads no variable of this name.{nearest(name, known)} There are: "
@@ -88,7 +88,7 @@ def unknown(environment: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def warn_of_unknown() -> None:
-    """Warn of variables that nothing reads, on the first rank. `import fsdp2` calls it."""
+    """Warn on the first rank of variables that nothing reads. `import fsdp2` calls it."""
     if os.environ.get("RANK", "0") == "0":
         for sentence in unknown().values():
             warnings.warn(sentence, stacklevel=3)

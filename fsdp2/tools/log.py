@@ -1,12 +1,12 @@
-"""``FSDP2_LOG=plan,order,comm,memory``: what the engine does, on the logger ``fsdp2`` and its children.
+"""``FSDP2_LOG=plan,order,comm,memory``: logs what the engine does, on the logger ``fsdp2`` and its children.
 
-Read when a module is sharded; where it is not set, nothing is tapped, and a step runs what it always runs. The words:
+The variable is read when a module is sharded. Without it nothing is tapped, and a step runs as always. The words:
 
 ======  ====================================================================================================
-plan    at the first step, on the first rank: what is sharded how, a line for each group
-order   when it is learned, and when it changes: in which order groups are gathered
-comm    each exchange: what it is of, bytes, ranks
-memory  after each backward: the most memory of unsharded parameters, and that of the process
+plan    at the first step, on the first rank: how the model is sharded, a line for each group
+order   when it is learned, and when it changes: the order in which groups are gathered
+comm    each exchange: what it carries, bytes, ranks
+memory  after each backward: the most memory of unsharded parameters, and of the process
 ======  ====================================================================================================
 """
 
@@ -35,7 +35,7 @@ def _counted(count: int, what: str) -> str:
 
 
 class _Logged(Listener):
-    """Logs what is told about one root."""
+    """Logs what it is told about one root."""
 
     def __init__(self, words: Sequence[str], model: nn.Module) -> None:
         self._words, self._model = frozenset(words), model
@@ -45,17 +45,18 @@ class _Logged(Listener):
         self._has_planned = False
 
     def begin_step(self, root: FSDPRoot) -> None:
-        """The plan, once."""
+        """Log the plan, once."""
         if "plan" in self._words and not self._has_planned:
             self._has_planned = True
             if not dist.is_initialized() or dist.get_rank() == 0:
-                from fsdp2.tools.explaining.text import groups_table  # when they are needed: imports of fsdp2 are light
+                # Imported late: importing fsdp2 must stay light.
+                from fsdp2.tools.explaining.text import groups_table
                 from fsdp2.tools.facts import facts_of
 
                 _logger("plan").info("%s:\n%s", root.name, "\n".join(groups_table(facts_of(self._model))))
 
     def begin_exchange(self, exchange: Exchange, device: Device) -> None:
-        """``comm``."""
+        """Log the exchange, if ``comm`` is asked for."""
         if "comm" in self._words:
             ahead = ", ahead" if exchange.ahead else ""
             _logger("comm").info(
@@ -72,12 +73,12 @@ class _Logged(Listener):
             )
 
     def hold(self, group: str, unsharded_bytes: int, staged_bytes: int, device: Device) -> None:
-        """Remember the most."""
+        """Remember the most memory that was held at one time."""
         self._held[group] = unsharded_bytes + staged_bytes
         self._most = max(self._most, sum(self._held.values()))
 
     def end_iteration(self, root: FSDPRoot, *, reduced: bool) -> None:
-        """``order`` and ``memory``."""
+        """Log what ``order`` and ``memory`` ask for."""
         order = tuple(group.name for unit in root.learned.forward for group in unit)
         if "order" in self._words and reduced and order != self._order.get(id(root)):
             self._order[id(root)] = order
@@ -93,14 +94,15 @@ class _Logged(Listener):
 
 
 def observe_root(states: Sequence[Any], groups: Sequence[FSDPParamGroup]) -> None:
-    """A root forms: log what happens to it, if that is asked for. It is observed for as long as it lives."""
+    """Log what happens to the root that is formed, if that is asked for, as long as the root lives."""
     words = words_asked()
     if not words or not states:
         return
     models = list(states[0].modules[:1])
     below = {id(each) for each in models[0].modules()}
+    # An earlier log of one of these groups ends, and the new one observes its models instead.
     for seen in {id(each): each for group in groups for each in observations_of(group)}.values():
-        if isinstance(seen.listener, _Logged):  # else what both hold would be logged twice
+        if isinstance(seen.listener, _Logged):  # otherwise groups that both hold would be logged twice
             seen.end()
             models += [model for model in seen.models if id(model) not in below]
     Observation(models, _Logged(words, models[0]), "fully_shard()").begin(sees_optimizers=False)

@@ -1,4 +1,4 @@
-"""`metrics`: what a training step cost: speed, memory, communication; one line, JSON, TensorBoard."""
+"""`metrics`: what a training step costs: speed, memory, communication; as a line, as JSON, or in TensorBoard."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ PEAK_FLOPS: dict[str, float] = {
     "MI250X": 191.5e12,
     "MI250": 181e12,
 }
-"""Floating-point operations per second of dense bfloat16 (V100: float16) matrix products, by words of a device's name,
-the longer name first; from the vendors' data sheets. (MI250: of one of its two dies, which is what a rank has.)"""
+"""Floating-point operations per second of dense bfloat16 (V100: float16) matrix products, from vendors' data sheets.
+Keys are words of a device's name, longer names first. (MI250: for one of its two dies, which is what a rank has.)"""
 
 
 def peak_flops_of(device: torch.device) -> float | None:
-    """Of ``device`` by its name; None if the name is not in `PEAK_FLOPS`, as of CPUs."""
+    """The peak of ``device``, by its name; None if the name is not in `PEAK_FLOPS`, and for CPUs."""
     if device.type == "cpu":
         return None
     name = str(torch.get_device_module(device).get_device_name(device))
@@ -62,7 +62,7 @@ def peak_flops_of(device: torch.device) -> float | None:
 
 
 class _Meter(Listener):
-    """Adds up what is sent, and for how long the computation waits."""
+    """Adds up what is sent, and how long the computation waits."""
 
     observation: Observation
 
@@ -79,36 +79,36 @@ class _Meter(Listener):
         return self._clocks[id(device)]
 
     def begin_exchange(self, exchange: Exchange, device: Device) -> None:
-        """Count it; without streams it may let nothing run beside it."""
+        """Count the exchange. Without streams its issue may block the host, so take the time."""
         self.sent_bytes += exchange.sent_bytes
         self.exchanges += 1
         if not device.has_streams:
             self._blocking[exchange.number] = self._clock(device).mark(None)
 
     def issued(self, exchange: Exchange, device: Device, *, is_over: bool) -> None:
-        """It has, if it is over."""
+        """Count the time since `begin_exchange` as a wait, if the issue has blocked."""
         begun = self._blocking.pop(exchange.number, None)
         if is_over and exchange.sent_bytes:
             clock = self._clock(device)
             self._waits.append((clock, begun, clock.mark(None)))
 
     def begin_wait(self, group: str, kind: Kind, device: Device) -> None:
-        """Take the time."""
+        """Note when a wait begins."""
         self._began = self._clock(device).mark(device.current_stream())
 
     def end_wait(self, group: str, kind: Kind, device: Device) -> None:
-        """Take the time."""
+        """Note when it ends."""
         clock = self._clock(device)
         self._waits.append((clock, self._began, clock.mark(device.current_stream())))
 
     def exposed_seconds(self) -> float:
-        """Of all waits since `forget`. Blocks the host until the device has come to the last one."""
+        """The seconds of all waits since `forget`. Blocks the host until the device has come to the last one."""
         for clock in {id(each): each for each, _, _ in self._waits}.values():
             clock.settle()
         return sum(clock.between(begin, end) for clock, begin, end in self._waits)
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Start counting anew."""
         self._waits.clear()
         self.sent_bytes = self.exchanges = 0
 
@@ -118,16 +118,16 @@ class StepMetrics:
     """What the steps since the last report have cost; ``print`` it.
 
     Attributes:
-        step: number of the last of them, from 1.
-        seconds: of one of them.
-        tokens_per_second: of all ranks together; None if no tokens were counted.
+        step: the number of the last of these steps, from 1.
+        seconds: the time of one step.
+        tokens_per_second: tokens of all ranks together; None if none were counted.
         mfu: model FLOPs utilization, from 0 to 1: the operations that the model needs for the tokens, over what the
-            devices could have done; None if one of them is not known.
-        peak_memory_bytes: the most that this process has had so far.
-        sent_bytes: what this rank sent in one step at the least; None if nothing was seen of it.
-        exposed_share: part of the time for which this rank waited for communication; None as above.
-        gradient_norm: as it was given.
-        values: what else was given, by name.
+            devices could have done; None if either is not known.
+        peak_memory_bytes: the most that this process has used so far.
+        sent_bytes: what this rank sent in one step at least; None if nothing was observed.
+        exposed_share: the share of the time in which this rank waited for communication; None likewise.
+        gradient_norm: the norm that was passed.
+        values: other values that were passed, by name.
     """
 
     step: int
@@ -141,7 +141,7 @@ class StepMetrics:
     values: dict[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, float]:
-        """What is known, by name; for JSON."""
+        """Everything that is known, by name; for JSON."""
         names = [name for name in self.__slots__ if name != "values"]
         known = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return {"step": known.pop("step"), **self.values, **known}
@@ -161,7 +161,7 @@ class StepMetrics:
 
 
 class Metrics:
-    """What `metrics` returns. Call `step` at the end of each step, `close` (or leave the context) at the end of all."""
+    """What `metrics` returns. Call `step` at the end of each step, and `close` (or leave the context) at the end."""
 
     def __init__(
         self, model: nn.Module, options: _Options, meter: _Meter | None, observation: Observation | None
@@ -186,7 +186,7 @@ class Metrics:
         self.close()
 
     def close(self) -> None:
-        """Observe the model no more, and close the files. Calling it again does nothing."""
+        """Stop observing the model, and close the files. A second call does nothing."""
         if self._observation is not None and self._meter is not None:
             self._observation.end()
             self._observation = None
@@ -201,19 +201,19 @@ class Metrics:
     def step(
         self, tokens: int = 0, *, gradient_norm: Any = None, reports: bool | None = None, **values: Any
     ) -> StepMetrics | None:
-        """A step has ended; returns what the steps since the last report have cost, when a report is due.
+        """Count a step that has ended. Returns what the steps since the last report have cost, if a report is due.
 
-        Nothing waits for a device unless one is due: then numbers are read from tensors. All ranks must call it alike
-        if ``gradient_norm`` or one of ``values`` is a DTensor, which is then gathered.
+        It waits for a device only then, to read numbers from tensors. All ranks must call it alike if
+        ``gradient_norm`` or one of ``values`` is a DTensor, which is then gathered.
 
         Args:
-            tokens: that all ranks together have trained on in it.
-            gradient_norm: a number, or a tensor of one.
+            tokens: how many tokens all ranks together have trained on in this step.
+            gradient_norm: a number, or a tensor of one element.
             reports: whether a report is due; None: every so many steps, as `metrics` was told.
-            values: others of that kind, to be shown and written as well, such as ``loss=loss``.
+            values: other numbers to show and write, such as ``loss=loss``.
 
         Raises:
-            FSDPTypeError, FSDPValueError: not a number.
+            FSDPTypeError, FSDPValueError: a value is not a number.
         """
         self._steps += 1
         self._counted += 1
@@ -228,13 +228,13 @@ class Metrics:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """What runs inside (an evaluation, a checkpoint) counts for no step: neither its time nor what it sends."""
-        before = self._seen()  # the device has done what came before
+        """Inside (an evaluation, a checkpoint) neither the time nor what is sent counts for a step."""
+        before = self._seen()  # waits until the device has done everything before the block
         began = time.perf_counter()
         try:
             yield
         finally:
-            seen = self._seen()  # and what is inside
+            seen = self._seen()  # waits until it has done everything inside
             self._since += time.perf_counter() - began
             sent, exchanges, exposed = (after - each for after, each in zip(seen, before, strict=True))
             if self._meter is not None:
@@ -317,7 +317,7 @@ def _read(name: str, value: Any) -> float:
 
 
 def _board(path: Path) -> Any:
-    from torch.utils.tensorboard import SummaryWriter  # which imports tensorboard
+    from torch.utils.tensorboard import SummaryWriter  # late, as it imports tensorboard
 
     return SummaryWriter(str(path))
 
@@ -348,7 +348,7 @@ def metrics(
     tensorboard: str | Path | None = None,
     observe: bool = True,
 ) -> Metrics:
-    """Measure the steps of ``model``: tokens per second, MFU, memory, what is sent, for how long ranks wait for it.
+    """Measure the steps of ``model``: tokens per second, MFU, memory, what is sent, and how long ranks wait for it.
 
         >>> with fsdp2.metrics(model, file="metrics.jsonl") as metrics:
         ...     for batch in batches:
@@ -356,26 +356,26 @@ def metrics(
         ...         metrics.step(tokens=batch.numel() * world_size, loss=loss, gradient_norm=norm)
         step      1  loss 5.54  18,230 tokens/s  71.9 ms  peak 312 MiB  sent 9.5 MiB, 12.4% exposed  gradient norm 1.9
 
-    Every rank may call it, and `Metrics.step` in each step; lines and files are the first rank's, with its own memory,
-    bytes and waits. Nothing is communicated. While it observes the model, about 70 more calls (of Python and C
-    functions) are made for each gather and reduction; with ``observe=False`` none are, and bytes and waits are not
-    known. See 'Measure every step' in the documentation.
+    Every rank may call it, and `Metrics.step` in each step. Lines and files are written by the first rank, with its own
+    memory, bytes and waits. Nothing is communicated. Observing the model takes about 70 more calls (of Python and C
+    functions) for each gather and reduction; ``observe=False`` takes none, and bytes and waits are not known then. See
+    'Measure every step' in the documentation.
 
     Args:
-        model: sharded.
+        model: a sharded model.
         flops_per_token: operations for one token, forward and backward; None: 6 for each parameter.
-        peak_flops: of one rank's device, operations per second; None: by the device's name. Where that is not known
-            (a CPU), there is no MFU.
-        every: steps of one report.
+        peak_flops: operations per second of one rank's device; None: looked up by the device's name. If that is not
+            known (a CPU), there is no MFU.
+        every: how many steps one report covers.
         first_step: how many steps were done before, by the run that is resumed.
-        write: gets the line of each report, on the first rank; None: nobody does.
+        write: called with the line of each report, on the first rank; None: not called.
         file: a path, to which each report is appended as a line of JSON, on the first rank.
         tensorboard: a folder for TensorBoard's events, on the first rank.
         observe: whether to look at what groups exchange.
 
     Raises:
-        FSDPTypeError, FSDPValueError: nothing in ``model`` is sharded, or not what an argument takes.
-        FSDPRuntimeError: ``tensorboard``, which is not installed.
+        FSDPTypeError, FSDPValueError: nothing in ``model`` is sharded, or an argument is of another kind.
+        FSDPRuntimeError: ``tensorboard`` was given, and is not installed.
     """
     model = getattr(model, "_orig_mod", model)
     refuse_unsharded(model, "metrics()")

@@ -1,4 +1,4 @@
-"""What commands say on a terminal while something takes long."""
+"""What commands print on a terminal while something takes long."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """While something runs of which nobody knows how far it is: its name on a terminal, gone at the end."""
+    """Show on a terminal that ``what`` is under way, until the block ends. Its progress is not known."""
     shows = sys.stderr.isatty()
     if shows:
         print(f"{what} ...", end="", flush=True, file=sys.stderr)

@@ -10,7 +10,7 @@ Value = TypeVar("Value")
 
 
 def shown_bytes(nbytes: float) -> str:
-    """A number of bytes in the largest unit that keeps it at 1 or above: ``1.5 MiB``."""
+    """A number of bytes in the largest unit in which it is at least 1: ``1.5 MiB``."""
     for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if nbytes >= scale:
             return f"{nbytes / scale:.1f}".removesuffix(".0") + f" {unit}"
@@ -18,7 +18,7 @@ def shown_bytes(nbytes: float) -> str:
 
 
 def shown_count(count: float) -> str:
-    """A number of things: ``7.2 billion``."""
+    """A number of things in words: ``7.2 billion``."""
     for unit, scale in (("trillion", 1e12), ("billion", 1e9), ("million", 1e6)):
         if count >= scale:
             return f"{count / scale:.1f}".removesuffix(".0") + f" {unit}"
@@ -26,13 +26,13 @@ def shown_count(count: float) -> str:
 
 
 def shown_names(names: Sequence[str], limit: int = 3) -> str:
-    """Some of ``names``, and how many there are besides."""
+    """The first of ``names``, and how many more there are."""
     shown = ", ".join(names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[int] = ()) -> list[str]:
-    """Lines of a table whose columns are as wide as they need to be; those of ``right`` end flush."""
+    """The lines of a table whose columns are as wide as needed; columns in ``right`` are aligned to the right."""
     every = [tuple(headers), *map(tuple, rows)]
     widths = [max(len(row[column]) for row in every) for column in range(len(headers))]
     rule = tuple("-" * width for width in widths)
@@ -47,7 +47,7 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[str]], *, right: Seque
 
 
 def by_device_name(table: Mapping[str, Value], name: str) -> Value | None:
-    """What stands in ``table`` for the device of this name, by whole words of it; None if it is not there.
+    """The value in ``table`` for the device of this name, matched by whole words of it; None if there is none.
 
     >>> by_device_name({"L40S": 1, "L4": 2}, "NVIDIA L4"), by_device_name({"L40S": 1, "L4": 2}, "NVIDIA L40")
     (2, None)

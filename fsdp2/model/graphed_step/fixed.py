@@ -183,6 +183,7 @@ class Kept:
 
     def __init__(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         self._buffers = [(each._buffers, dict(each._buffers)) for module in modules for each in module.modules()]
+        # Shallow copies will do: recording runs no kernel, so entries may be new or replaced, but values stay.
         self._states = [(each, {key: copy.copy(state) for key, state in each.state.items()}) for each in optimizers]
         groups = (group for each in optimizers for group in each.param_groups)
         self._hyperparameters = [(group, dict(group)) for group in groups]
@@ -213,6 +214,7 @@ def host_state(optimizers: Sequence[Optimizer], device: torch.device) -> list[Fo
 
 def _difference(before: Any, after: Any) -> str | None:
     """How ``after`` differs from ``before``; in settings, which field does. Denominators are not compared."""
+    # Tensors among settings are denominators, which are compared apart.
     if before is after or isinstance(before, torch.Tensor) or isinstance(after, torch.Tensor):
         return None
     if not dataclasses.is_dataclass(before) or type(before) is not type(after):

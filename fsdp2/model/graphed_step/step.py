@@ -190,6 +190,7 @@ class GraphedStep:
         else:
             self._refuse_changes(args, kwargs)
             self._fill(tensors_in((args, kwargs)))
+        # Recording executes nothing, so the call that has recorded replays, too.
         self._recording.replay()
         self._note_writes()
         return map_tensors(lambda each: each.detach().clone(), self._outputs)
@@ -202,6 +203,7 @@ class GraphedStep:
             fixed, own_args, own_kwargs = self._prepare(args, kwargs)
         except Exception as error:  # other ranks are told first; `_refuse` raises it
             failure = error
+        # All ranks are ready, or all raise: recording issues collectives, which need every rank.
         self._refuse(failure, None)
         # An exchange would be recorded now, so the other ranks learn of an error after the recording has ended.
         kept = Kept(self._modules, self._optimizers)
@@ -220,6 +222,7 @@ class GraphedStep:
         except BaseException:
             self._abandon(kept)
             raise
+        # A replay writes what the recording wrote.
         self._written = self._writes_since(versions)
         self._fixed = fixed
 
@@ -439,6 +442,7 @@ def _keep_addresses(modules: Sequence[nn.Module]) -> None:
     roots = [each for module in modules for each in _topmost(module)]
     _refuse_below_roots(roots)
     for root in roots:
+        # The pool moves memory between buffers, which torch can do since 2.13. Before, buffers keep theirs instead.
         if _torch.can_swap_memory:
             root.set_communication_memory_pool(True)
         else:

@@ -181,6 +181,7 @@ def _rests_on(
         return neighbours, alone
     whole = _torch.root_mesh(neighbours)
     assert whole is not None and whole.mesh_dim_names is not None and names is not None, "named dims"
+    # Dims of tensor parallelism stay as they are, behind (groups, neighbours).
     others = [name for name in spec.mesh.mesh_dim_names if name in whole.mesh_dim_names]
     kept = tuple(spec.placements[spec.mesh.mesh_dim_names.index(name)] for name in others)
     if not others:
@@ -207,6 +208,7 @@ def layout_over(layout: BufferLayout, world_size: int, itemsize: int) -> BufferL
         if not wanted:
             packed_numel = offset = padded_row(offset, itemsize)
     carried = iter([moved[index] for index in range(len(moved))])
+    # Owned parameters share a region, which is the last slot that is carried.
     region = None if layout.region is None else moved[len(moved) - 1]
     placed = []
     for slot in layout.slots:

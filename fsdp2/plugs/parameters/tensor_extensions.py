@@ -274,6 +274,7 @@ class ExtensionGather:
             FSDPRuntimeError: raised on every rank, if the ranks would send different sizes.
         """
         inputs = [self._inputs_of(each) for each in self._extended]
+        # Before anything is sent: a rank with other sizes would let the others wait, or receive garbage.
         self._refuse_other_forms(inputs)
         self._staged = _Staged([tensor for given in inputs for tensor, _ in given], self._mesh, self.allocate)
         return self._staged.members
@@ -298,8 +299,10 @@ class ExtensionGather:
         local: Any = param.local
         if not hasattr(local, _PRE):
             return [self._input(each, self._plain_values(param))]
+        # An offloaded shard: the extension computes on the device.
         if local.device != mesh.device:
             local = local.to(mesh.device, non_blocking=True)
+        # The copy may be of a class that does not have the method.
         before = getattr(local, _PRE, None) or getattr(param.local, _PRE)
         if len(inspect.signature(before).parameters) == 1:
             inputs, each.metadata = before(mesh.shard_mesh)
@@ -342,6 +345,7 @@ class ExtensionGather:
 
     def _refuse_other_forms(self, inputs: list[list[tuple[torch.Tensor, _Form]]]) -> None:
         known = [each.forms for each in self._extended]
+        # The first time all ranks compare; later each compares with its own first time, without communication.
         if all(before is None for before in known):
             self._refuse_disagreement([[tensor for tensor, _ in given] for given in inputs])
         for each, given, before in zip(self._extended, inputs, known, strict=True):
@@ -390,6 +394,7 @@ class ExtensionGather:
         for each in self._extended:
             if neighbours is not None:
                 self._keep_rests(each, neighbours)
+            # Metadata belongs to one gather, and may hold tensors.
             metadata, each.metadata = each.metadata, None
             self._make_unsharded(each, metadata)
 
@@ -442,6 +447,7 @@ class ExtensionGather:
         if each.is_made:
             after(outputs, metadata, param.param_dtype, out=param.unsharded)
         else:
+            # What the extension makes the first time stays the unsharded parameter, and is filled again from then on.
             unsharded, inner = after(outputs, metadata, param.param_dtype)
             # An inner tensor on an output is freed with that output.
             lying = {output.storage.data_ptr() for output in each.outputs}

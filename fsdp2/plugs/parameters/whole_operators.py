@@ -150,6 +150,7 @@ def run_on_whole(
             return value
         under = _torch.local_of(value)
         whole = torch.empty_strided(like.shape, spec.tensor_meta.stride, dtype=under.dtype, device=under.device)
+        # Other ranks' parts are zeros here: what becomes of them is dropped.
         whole.zero_()
         part_of(whole, spec).copy_(under)
         return whole

@@ -87,6 +87,7 @@ def whole_tensors(
     received = sent.new_empty(mesh.shard_size * sent.numel())
     if packed:
         members.append((received, sent))
+    # Without streams collectives are asynchronous works, which are waited for below.
     works: list[Any] | None = None if device_for(mesh.device).has_streams else []
     transport_of(mesh.shard_group, mesh.device).all_gather(members, works)
     for work in works or ():

@@ -156,7 +156,7 @@ class Joining(JoiningSchedule):
 
     def enter_forward(self, state: FSDPState) -> None:
         """Gather the units before ``state``, which this rank skips, and then its own. Collective."""
-        # A second forward of the module, or one of a parent's shared group, finds it gathered: no exchange.
+        # It was gathered in this pass, and is still unsharded: another forward of it needs no exchange.
         if state in self._entered and state.is_unsharded() and not self._has_left(state):
             return
         try:

@@ -128,10 +128,12 @@ class Exchange:
             line.kept[number] = self
             line.begun = number + 1
             line.recent.append(Record(number, self.label, PLACE.step, PLACE.phase))
+            # One call into C, see [Note: all or nothing].
             self._messages.extend(chain(receives, sends))
         except BaseException as failure:
             if len(self._messages) < len(sources) + len(targets):  # else it is Ctrl-C, and all were launched
                 self._fail(failure)
+                # The watchdog tells the others, who wait for a part that never comes.
                 line.broken.append(number)
                 if type(failure) is RuntimeError:  # gloo raises it if a connection is lost already
                     raise FSDPRuntimeError(LOST.text(self, failure)) from failure
@@ -172,6 +174,7 @@ class Exchange:
             raise FSDPRuntimeError(f"an exchange with other ranks has failed before: {self._failure}")
         if self._left is None:
             self._left = iter(self._messages)
+        # The watchdog's thread reads what is waited for.
         PLACE.waiting = self
         try:
             # Each message once: gloo would wait for another of the same tag. In C: Ctrl-C waits until all have arrived.
@@ -184,6 +187,7 @@ class Exchange:
         finally:
             PLACE.waiting = None
         if PLACE.stopped:
+            # The watchdog may have ended the wait by messages without content.
             self._failure = PLACE.stopped
             raise_stopped()
         self._parts = ((), ())
@@ -289,6 +293,7 @@ def all_gather(
     exchange = Exchange(group, label)
     works.append(exchange)
     exchange.launch(parts, [input] * len(parts))
+    # This rank's own part is not sent; with a buffer that is gathered in place it is there already.
     if parts[rank].data_ptr() != input.data_ptr():
         parts[rank].copy_(input)
 
@@ -319,6 +324,7 @@ def reduce_scatter(
     received = arena.empty(received_numel, dtype=input.dtype, device=input.device, taken=exchange.taken)
     arrived = list(received.split(numel))
     exchange.output, exchange.is_mean = output, op == dist.ReduceOp.AVG
+    # This rank's own term is not sent. It is read from the input, which must not change before the sum.
     exchange.terms = [*arrived[:rank], parts[rank], *arrived[rank:]]
     works.append(exchange)
     exchange.launch(exchange.terms, parts)

@@ -48,6 +48,7 @@ def listen(number: int | None) -> None:
     for each in (reads, writes):
         os.set_blocking(each, False)
     other = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
+    # Another library uses the descriptor: give it back.
     if other != -1:
         signal.set_wakeup_fd(other)
         signal.signal(number, before)

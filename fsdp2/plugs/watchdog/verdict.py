@@ -84,6 +84,7 @@ def _of_all(rank: int, seen: Mapping[int, None], known: Known) -> Verdict:
         names = ", ".join(f"rank {each} {Silence.GONE.value}" for each in gone)
         return Verdict(True, True, f"{what}, and {names}.\n{_table(seen, known)}\n{FEWER}", gone)
     complete = Silence.NOT_YET not in states.values()
+    # Ranks that wait for nobody may come some time. If there are none among them, all wait for each other.
     slow = [each for each, state in states.items() if isinstance(state, Silence) or not _blockers(state, known)]
     if slow or not complete:
         names = ", ".join(_of_slow(each, states[each]) for each in slow) or "others have not answered yet"
@@ -150,6 +151,7 @@ def _blockers(state: State, known: Known) -> list[int]:
     for other in state.lines[waiting.line].ranks:
         theirs = known.get(other, Silence.NOT_YET)
         line = theirs.lines.get(waiting.line) if isinstance(theirs, State) else None
+        # A rank begins exchanges in the order of their numbers: it has begun all below ``begun``.
         if other != state.rank and (line is None or line.begun <= waiting.number):
             found.append(other)
     return found

@@ -9,12 +9,12 @@ from fsdp2.tools.commands.parsing import Parser
 
 
 def parser() -> Parser:
-    """What it understands."""
+    """The parser of the command."""
     made = Parser("fsdp2 checkpoint", commands.DESCRIPTION, "fsdp2 checkpoint verify runs/llama/step-00001000")
     commands.add_commands(made)
     return made
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one of the commands; the exit status: 0, or 1 where something is wrong with a checkpoint."""
+    """Run one of the commands. Returns the exit status: 0, or 1 if something is wrong with a checkpoint."""
     return commands.run(parser().parse_all(arguments))

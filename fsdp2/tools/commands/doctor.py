@@ -15,7 +15,7 @@ torchrun the ranks are those of the launcher, on all nodes."""
 
 
 def parser() -> Parser:
-    """What it understands."""
+    """The parser of the command."""
     made = Parser("fsdp2 doctor", DESCRIPTION, "fsdp2 doctor --ranks 8")
     made.add_argument("--no-exchange", action="store_true", help="start no ranks")
     made.add_argument("--ranks", type=int, metavar="N", help="how many to start (default: one for each GPU, or 2)")
@@ -24,7 +24,7 @@ def parser() -> Parser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print what was found; the exit status: 1 if there is a problem."""
+    """Print what was found. Returns the exit status: 1 if there is a problem, else 0."""
     options = parser().parse_all(arguments)
     from fsdp2.tools import doctor
 

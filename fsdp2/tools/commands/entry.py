@@ -22,7 +22,7 @@ class Command:
     """One command: a module ``fsdp2.tools.commands.NAME`` with ``parser`` and ``main``.
 
     Attributes:
-        name: on the command line.
+        name: its name on the command line.
         does: what it does, in a few words.
     """
 
@@ -30,11 +30,11 @@ class Command:
     does: str
 
     def parser(self) -> Parser:
-        """What it understands."""
+        """The parser of the command."""
         return cast(Callable[[], Parser], self._function("parser"))()
 
     def main(self, arguments: Sequence[str]) -> int:
-        """Run it; the exit status."""
+        """Run the command. Returns the exit status."""
         return cast(Callable[[Sequence[str]], int], self._function("main"))(arguments)
 
     def _function(self, name: str) -> object:
@@ -53,7 +53,7 @@ USAGE = f"usage: {PROGRAM} COMMAND ..."
 
 
 def help_text() -> str:
-    """What ``fsdp2 --help`` prints."""
+    """The text that ``fsdp2 --help`` prints."""
     width = max(len(command.name) for command in COMMANDS)
     lines = [f"  {command.name:<{width}}  {command.does}" for command in COMMANDS]
     return "\n".join(
@@ -75,10 +75,10 @@ def help_text() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``fsdp2`` with these arguments, those of the process by default.
+    """Run ``fsdp2`` with these arguments, by default those of the process.
 
     Returns:
-        The exit status: 0, 1 where something is wrong, 2 where the command line is.
+        The exit status: 0; 1 if something is wrong; 2 if the command line is.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] in ("-h", "--help"):
@@ -90,16 +90,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = next((each for each in COMMANDS if each.name == given[0]), None)
     if command is None:
         return _refuse(given[0])
-    if command.name == "run":  # what a program raises is its own
+    if command.name == "run":  # exceptions of the program are its own
         return command.main(given[1:])
     try:
         return command.main(given[1:])
     except FSDPError as error:
         print(f"{PROGRAM} {command.name}: {error}", file=sys.stderr)
         return 1
-    except SystemExit as left:  # of argparse: after --help, or an error
+    except SystemExit as left:  # argparse raises it after --help, or for an error
         return left.code if isinstance(left.code, int) else 0 if left.code is None else _said(left.code)
-    except BrokenPipeError:  # `fsdp2 ... | head`: nobody reads any more
+    except BrokenPipeError:  # `fsdp2 ... | head`: the reader has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

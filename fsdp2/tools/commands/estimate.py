@@ -1,4 +1,4 @@
-"""``fsdp2 estimate``: `fsdp2.estimate`, or `fsdp2.suggest`, of a model that a function makes."""
+"""``fsdp2 estimate``: `fsdp2.estimate`, or `fsdp2.suggest`, for a model that a function makes."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ With --suggest it estimates strategies, checkpointing and offloading, and says w
 EXAMPLE = "fsdp2 estimate my_package.models:llama --mesh 128 --batch 256x8192:int64 --hardware h100-8x --dtype bfloat16"
 
 _BY_ITSELF = ("strategy", "blocks", "mp_policy", "offload_policy", "mesh_shape", "device_type")
-"""Settings that `estimate` has arguments for, so that it can try others."""
+"""Settings for which `estimate` has arguments, so that it can try others."""
 
 
 def parser() -> Parser:
-    """What it understands."""
+    """The parser of the command."""
     made = Parser("fsdp2 estimate", DESCRIPTION, EXAMPLE)
     add_target(made)
     add_mesh(made)
@@ -70,10 +70,10 @@ LOSS_HELP = (
 
 
 def loss_named(name: str | None) -> Callable[..., torch.Tensor] | None:
-    """The loss of a name; None: as by default.
+    """The loss with this name; None: the default.
 
     Raises:
-        FSDPValueError: there is none of this name.
+        FSDPValueError: there is no loss of this name.
     """
     if name is None:
         return None
@@ -87,13 +87,13 @@ def loss_named(name: str | None) -> Callable[..., torch.Tensor] | None:
 
 
 def _sum(output: Any, *batch: Any, **more: Any) -> torch.Tensor:
-    """Of the first tensor of the output."""
+    """The sum of the first tensor of the output."""
     first = output[0] if isinstance(output, (tuple, list)) else getattr(output, "logits", output)
     return first.float().sum()  # type: ignore[no-any-return]
 
 
 def _cross_entropy(output: Any, *batch: Any, **more: Any) -> torch.Tensor:
-    """Of logits, whose last dim are classes, in float32; targets are what the batch begins with, or its labels."""
+    """The cross entropy in float32 of logits (..., classes). The targets are ``labels``, or the first argument."""
     logits = output[0] if isinstance(output, (tuple, list)) else getattr(output, "logits", output)
     targets = more.get("labels", next(iter((*batch, *more.values()))))
     return nn.functional.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
@@ -101,14 +101,14 @@ def _cross_entropy(output: Any, *batch: Any, **more: Any) -> torch.Tensor:
 
 LOSSES: dict[str, Callable[..., torch.Tensor]] = {"sum": _sum, "cross-entropy": _cross_entropy}
 for _name, _function in LOSSES.items():
-    _function.__qualname__ = _name  # as an estimate shows it
+    _function.__qualname__ = _name  # an estimate shows this name
 
 
 def optimizer_named(name: str) -> Callable[..., torch.optim.Optimizer] | None:
-    """The class of an optimizer; None if there is to be none.
+    """The class of the optimizer with this name; None for "none".
 
     Raises:
-        FSDPValueError: there is none of this name.
+        FSDPValueError: there is no optimizer of this name.
     """
     if name == "none":
         return None
@@ -122,7 +122,7 @@ def optimizer_named(name: str) -> Callable[..., torch.optim.Optimizer] | None:
 
 
 def sharding_arguments(config: ShardingConfig) -> dict[str, Any]:
-    """How the config is told to `estimate`: by its own arguments if these say all of it, else as a function."""
+    """The arguments of `estimate` for ``config``: plain ones if they can say all of it, else a function that shards."""
     made: dict[str, Any] = {"mp_policy": config.mp_policy, "offload_policy": config.offload_policy}
     names = config.to_dict()
     if all(name in _BY_ITSELF for name in names):
@@ -135,7 +135,7 @@ def _tell(what: str) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print it; the exit status: 1 if it, or with --suggest nothing, fits."""
+    """Print the estimate. Returns the exit status: 1 if it does not fit, or with --suggest if nothing fits."""
     understood = parser()
     options = understood.parse_all(arguments)
     with understood.understanding():

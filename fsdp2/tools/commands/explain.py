@@ -1,4 +1,4 @@
-"""``fsdp2 explain``: `fsdp2.explain` of a model that a function makes, on the meta device and any number of ranks."""
+"""``fsdp2 explain``: `fsdp2.explain` for a model that a function makes, on the meta device and any number of ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ A function that calls fully_shard itself is taken at its word; other models are 
 
 
 def parser() -> Parser:
-    """What it understands."""
+    """The parser of the command."""
     made = Parser("fsdp2 explain", DESCRIPTION, "fsdp2 explain my_package.models:build --mesh 64 --strategy zero2")
     add_target(made)
     add_mesh(made)
@@ -46,7 +46,7 @@ def parser() -> Parser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print it."""
+    """Print the explanation. Returns the exit status, 0."""
     options = parser().parse_all(arguments)
     config = config_of(options)
     shape = mesh_of(options, config, "8")
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
         elif options.group is not None:
             print(explanation.details(options.group))
         else:
-            if note:  # before tables of the groups that it is about
+            if note:  # first, as the tables show the groups that it is about
                 print("\n".join(wrapped(f"Note: {note}")) + "\n", flush=True)
             explanation.show()
     return 0

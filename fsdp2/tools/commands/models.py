@@ -1,4 +1,4 @@
-"""Models and batches that a command line names: ``package.module:function``, ``path.py:function``, ``8x2048:int64``."""
+"""Models and batches on a command line: ``package.module:function``, ``path.py:function``, ``8x2048:int64``."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ BATCH_HELP = (
 
 
 def look_up(name: str) -> Callable[..., Any]:
-    """The function that ``name`` names.
+    """The function with this ``name``.
 
     Raises:
-        FSDPValueError: it is not of this form, or not there; the nearest name is said.
+        FSDPValueError: ``name`` has another form, or there is no such function; the message says the nearest name.
     """
     where, colon, attribute = name.rpartition(":")
     if not colon or not where or not attribute:
@@ -47,7 +47,7 @@ def look_up(name: str) -> Callable[..., Any]:
 
 def _module(name: str) -> ModuleType:
     if "" not in sys.path:
-        sys.path.insert(0, "")  # as `python -m` does: a console script does not look in the current folder
+        sys.path.insert(0, "")  # like `python -m`: a console script does not look in the current folder
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -64,19 +64,19 @@ def _file(path: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, source)
     assert spec is not None and spec.loader is not None, "it ends in .py"
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # classes of it are found by pickles and by `typing`
+    sys.modules[name] = module  # pickles and `typing` look up its classes there
     folder = str(source.resolve().parent)
     if folder not in sys.path:
-        sys.path.insert(0, folder)  # as Python does for a program: it may import what lies beside it
+        sys.path.insert(0, folder)  # like Python for a program: it may import files beside it
     spec.loader.exec_module(module)
     return module
 
 
 def make_model(name: str) -> nn.Module:
-    """Call the function that ``name`` names.
+    """The model that the function with this ``name`` makes.
 
     Raises:
-        FSDPValueError: there is none.
+        FSDPValueError: there is no such function.
         FSDPTypeError: it returns no module.
     """
     model = look_up(name)()
@@ -90,10 +90,10 @@ _SHAPE = re.compile(r"(\d+(?:x\d+)*)(?::(\w+))?")
 
 
 def make_batch(text: str, device: str) -> Any:
-    """The batch: tensors of zeros by their shapes, or what a function returns.
+    """A batch: tensors of zeros with these shapes and dtypes, or what a function returns.
 
     Raises:
-        FSDPValueError: it is neither.
+        FSDPValueError: ``text`` is neither.
     """
     parts = [_SHAPE.fullmatch(part.strip()) for part in text.split(",")]
     if not all(parts):
@@ -105,7 +105,7 @@ def make_batch(text: str, device: str) -> Any:
 
 
 def _tensor(shape: str, dtype: str, device: str) -> torch.Tensor:
-    if dtype not in _DTYPES:  # (torch has names of more, of which it makes no tensors)
+    if dtype not in _DTYPES:  # (torch has names of more dtypes, of which it makes no tensors)
         raise FSDPValueError(
             f"a batch has no dtype '{dtype}'; there are {', '.join(_DTYPES)}.{nearest(dtype, _DTYPES)} For another, "
             "let a function make the batch."
@@ -114,10 +114,10 @@ def _tensor(shape: str, dtype: str, device: str) -> torch.Tensor:
 
 
 def mesh_shape_of(text: str) -> tuple[int, ...]:
-    """``8``, or ``4x8``, as sizes of mesh dims.
+    """The sizes of mesh dims: ``8`` or ``4x8``.
 
     Raises:
-        FSDPValueError: it is neither.
+        FSDPValueError: ``text`` has another form.
     """
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text):
         raise FSDPValueError(f"a mesh is a number of ranks, 8, or sizes of its dims, 4x8, got '{text}'.")

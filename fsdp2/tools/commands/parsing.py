@@ -1,4 +1,4 @@
-"""`Parser`: argparse with errors in sentences, which name the nearest option, and the exit status 2."""
+"""`Parser`: argparse with errors in sentences that name the nearest option, and exit status 2."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ WRONG_USE = 2
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of one command, or of the commands of one.
+    """A parser of one command, or of its subcommands.
 
     Args:
-        example: a command line that works, for the end of the help.
+        example: a command line that works, shown at the end of the help.
     """
 
     def __init__(self, prog: str, description: str, example: str = "", **more: Any) -> None:
@@ -35,30 +35,30 @@ class Parser(argparse.ArgumentParser):
         )
 
     def options(self) -> list[str]:
-        """All options, in their order: ``--json``, ..."""
+        """All options in their order: ``--json``, ..."""
         return [option for action in self._actions for option in action.option_strings]
 
     def subcommands(self) -> dict[str, Parser]:
-        """The commands of this one, by name."""
+        """The parsers of the subcommands, by name."""
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
                 return dict(action.choices)
         return {}
 
     def parse_all(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """Understand ``arguments``; leave the process with a sentence if that cannot be done."""
+        """Parse ``arguments``; exit with a sentence if that is not possible."""
         given, rest = self.parse_known_args(list(arguments))
         if rest:
             self._inner(arguments).error(f"unrecognized arguments: {' '.join(rest)}")
         return given
 
     def _inner(self, arguments: Sequence[str]) -> Parser:
-        """The parser of the subcommand that is called, if one is."""
+        """The parser of the subcommand that is called, or this one."""
         inner = self.subcommands()
         return next((inner[each] for each in arguments if each in inner), self)
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong and what was meant, and leave with status 2."""
+        """Print what is wrong and what may have been meant, and exit with status 2."""
         said = message if message.endswith((".", "?")) else f"{message}."
         meant = "".join(self._meant(message))
         print(f"{self.prog}: {said}{meant}\n{self.format_usage().strip()}", file=sys.stderr)
@@ -67,7 +67,7 @@ class Parser(argparse.ArgumentParser):
 
     @contextmanager
     def understanding(self) -> Iterator[None]:
-        """A FSDPValueError that is raised inside is about the command line: leave as `error` does."""
+        """Treat an FSDPValueError raised inside as an error of the command line: exit as `error` does."""
         try:
             yield
         except FSDPValueError as error:
@@ -78,10 +78,10 @@ class Parser(argparse.ArgumentParser):
         if found and found[1].startswith("-"):
             yield nearest(found[1].partition("=")[0], self.options())
         found = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
-        if found and not message.startswith("argument -"):  # of a few words all of which are listed, none is nearer
+        if found and not message.startswith("argument -"):  # an option with few values lists all: none is nearer
             yield nearest(found[1], re.findall(r"[\w./+-]+", found[2]))
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """The option that all commands have."""
+    """Add the option ``--json``, which all commands have."""
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")

@@ -1,4 +1,4 @@
-"""``fsdp2 run``: a program of torch's FSDP on fsdp2, as `fsdp2.compat` runs it."""
+"""``fsdp2 run``: runs a program that was written for torch's FSDP on fsdp2, as `fsdp2.compat` does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXAMPLE = "torchrun --nproc-per-node 8 -m fsdp2 run train.py --epochs 3"
 
 
 def parser() -> Parser:
-    """What it understands, for its help. (What follows the program is the program's.)"""
+    """The parser, which is used for help only: arguments behind the program are the program's."""
     made = Parser("fsdp2 run", DESCRIPTION, EXAMPLE, usage="fsdp2 run [options] script.py | -m MODULE [arguments]")
     made.add_argument("-m", metavar="MODULE", help="run a module, instead of a file")
     made.add_argument("--keep-fsdp1", action="store_true", help="leave FullyShardedDataParallel to torch")
@@ -30,7 +30,7 @@ def parser() -> Parser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the program. What it raises, and its exit status, are those of the process."""
+    """Run the program. Its exceptions and its exit status become those of the process."""
     from fsdp2.compat.__main__ import UsageError, parse, run
 
     try:
@@ -46,6 +46,6 @@ def main(arguments: Sequence[str]) -> int:
         parser().print_help()
         return 0
     if program.is_module and not {"", os.getcwd()} & set(sys.path):
-        sys.path.insert(0, os.getcwd())  # as `python -m` does; a console script has its own folder there
+        sys.path.insert(0, os.getcwd())  # like `python -m`; a console script has its own folder there
     run(program)
     return 0

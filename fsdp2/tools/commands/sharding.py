@@ -1,4 +1,4 @@
-"""What ``explain`` and ``estimate`` have in common: options that say what to shard how."""
+"""Options that ``explain`` and ``estimate`` share: what to shard, and how."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
-    """The model."""
+    """Add the argument that names the model."""
     parser.add_argument("model", metavar=TARGET, help=TARGET_HELP)
 
 
 def add_mesh(parser: argparse.ArgumentParser) -> None:
-    """How many ranks there are."""
+    """Add the option for the number of ranks."""
     said = "how many ranks, 8, or replicas and shards, 4x8; both names mean the same"
     parser.add_argument("--mesh", "--ranks", metavar="RANKS", type=_mesh, help=said)
 
 
 def _mesh(text: str) -> str:
-    """argparse's: its error is of the wrong use of a command line.
+    """A type for argparse: a wrong mesh is then an error of the command line.
 
     Raises:
-        argparse.ArgumentTypeError: it is no mesh.
+        argparse.ArgumentTypeError: ``text`` is no mesh.
     """
     try:
         mesh_shape_of(text)
@@ -49,7 +49,7 @@ def _mesh(text: str) -> str:
 
 
 def add_sharding(parser: argparse.ArgumentParser) -> None:
-    """What to shard how."""
+    """Add the options that say how to shard."""
     parser.add_argument("--config", metavar="FILE", help="a ShardingConfig (.yaml or .json); the rest changes it")
     parser.add_argument("--strategy", choices=get_args(Strategy), help="a ZeRO stage; as the config says, or zero3")
     parser.add_argument("--blocks", metavar="CLASSES", help="names of the classes that are groups, with commas")
@@ -58,10 +58,10 @@ def add_sharding(parser: argparse.ArgumentParser) -> None:
 
 
 def config_of(options: argparse.Namespace) -> ShardingConfig:
-    """What the options say.
+    """The config that the options describe.
 
     Raises:
-        FSDPValueError: the file is no config, or does not go with the options.
+        FSDPValueError: the file is no config, or the options do not go with it.
     """
     config = ShardingConfig() if options.config is None else ShardingConfig.from_file(options.config)
     changes: dict[str, Any] = {}
@@ -90,7 +90,7 @@ def mesh_of(options: argparse.Namespace, config: ShardingConfig, default: str) -
 
 
 def without_mesh(config: ShardingConfig) -> ShardingConfig:
-    """The config, to be used on a mesh that is there."""
+    """The config without its mesh, for use on another mesh that exists."""
     return dataclasses.replace(config, mesh_shape=None, device_type=None)
 
 

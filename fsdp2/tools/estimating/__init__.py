@@ -1,6 +1,6 @@
-"""What a training run needs before it runs: memory and traffic of one rank, simulated on a laptop.
+"""What one rank of a training run needs, before it runs: memory and traffic, simulated on a laptop.
 
-The engine itself runs, on tensors without memory (`subject`, `simulation`); a dispatch mode writes down what is
-allocated and freed (`memory`, `observing`), and transports what is exchanged (`traffic`). `estimate` puts it together,
-`result` holds it, `suggest` tries settings with it.
+The engine itself runs, on tensors without memory (`subject`, `simulation`). A dispatch mode records what is allocated
+and freed (`memory`, `observing`), and transports record what is exchanged (`traffic`). `estimate` puts this together,
+`result` holds it, and `suggest` tries settings with it.
 """

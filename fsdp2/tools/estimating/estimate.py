@@ -1,4 +1,4 @@
-"""`estimate`: what one rank of a training run needs, before there is a run."""
+"""`estimate`: what one rank of a training run needs, before the run."""
 
 from __future__ import annotations
 
@@ -53,46 +53,46 @@ def estimate(
     loss: Callable[..., torch.Tensor] | None = None,
     activation_bytes: int | None = None,
 ) -> Estimate:
-    """What one rank of a training run needs: memory and traffic. On a laptop: no device, no peers, no memory.
+    """What one rank of a training run needs: memory and traffic. It runs on a laptop: no device, no peers, no memory.
 
         >>> batch = torch.empty(1024, 8192, dtype=torch.int64, device="meta")
         >>> print(fsdp2.estimate(lambda: Llama(config), 1024, batch=batch, hardware="h100-8x"))
 
-    The engine itself runs two steps of rank 0, on tensors without memory and a process group without peers, and
-    everything that is allocated and exchanged is counted. The process group is made and destroyed inside. One process
-    calls it, by itself. See 'Know before a run whether it fits' in the documentation.
+    The engine itself runs two steps of rank 0, on tensors without memory and a process group without peers, and counts
+    everything that is allocated and exchanged. The process group is made and destroyed inside. One process calls it,
+    without a launcher. See 'Know before a run whether it fits' in the documentation.
 
     Args:
-        make_model: makes the model, on whatever device; it is called inside of the simulation, so that a model of any
-            size takes no memory. A model that exists is copied, and left as it is.
+        make_model: a function that makes the model, on any device. It is called inside of the simulation, so that a
+            model of any size takes no memory. A model that exists is copied, and left as it is.
         mesh_shape: how many ranks, or the sizes of a mesh: (shard,) or (replicate, shard); others with ``shard``.
         batch: what all ranks together train on in one step: a tensor, a tuple of positional arguments or a dict of
-            keyword arguments of ``model(...)``. Tensors may be on meta. Dim 0 of the first are samples, which are
-            divided among the data-parallel ranks and microbatches, of every tensor that has as many.
+            keyword arguments of ``model(...)``. Tensors may be on meta. Dim 0 of the first tensor are samples, which
+            are divided among the data-parallel ranks and microbatches, as in every tensor of that size in dim 0.
         optimizer: called with the list of parameters: a class, or ``lambda parameters: AdamW(parameters,
             foreach=True)``. None: no optimizer.
         strategy: as in `fully_shard`.
-        hardware: the name of a machine, or a `Hardware` of numbers.
+        hardware: the name of a machine, or a `Hardware` with its numbers.
         mesh_dim_names: ("shard",) or ("replicate", "shard") by default. Ranks along "tp", "cp" and "pp" have the same
             samples.
         mp_policy: as in `fully_shard`.
-        offload_policy: the same; names are those below the model.
-        blocks: as in `auto_shard`, which shards the model; with ``shard``, what is checkpointed.
-        shard: shards the model in the place of `auto_shard`: called with the model and the mesh.
-        checkpointing: of activations of the modules that are groups: "none", "blocks" (all of it is computed once
-            more), "selective" (but for matrix products and attention).
+        offload_policy: as in `fully_shard`; names are those below the model.
+        blocks: as in `auto_shard`, which shards the model; with ``shard``, the blocks that are checkpointed.
+        shard: a function that shards the model instead of `auto_shard`: called with the model and the mesh.
+        checkpointing: activation checkpointing of modules that are groups: "none", "blocks" (recompute everything),
+            "selective" (recompute all but matrix products and attention).
         accumulation: microbatches of a step.
         kept: as in `accumulate`: what waits between them.
-        loss: called with the output and what the model was called with; returns what is differentiated. By default
+        loss: called with the output and what the model was called with; returns the loss. The default is
             ``output.loss``, or the sum of the output.
         activation_bytes: what one forward keeps for backward, for models that cannot run without values; nothing is
-            then computed.
+            computed then.
 
     Returns:
-        The estimate. ``print`` shows it.
+        The estimate; ``print`` it.
 
     Raises:
-        FSDPTypeError: an argument of another type; a batch without tensors.
+        FSDPTypeError: an argument is of another type; the batch has no tensors.
         FSDPValueError: unknown hardware, a mesh that is larger than it, samples that cannot be divided, a model that is
             sharded already, arguments that contradict each other.
         FSDPRuntimeError: a process group exists; the forward depends on values.
@@ -135,12 +135,12 @@ def request_of(
 
 
 def names_of(shape: tuple[int, ...]) -> tuple[str, ...]:
-    """Of the dims of a mesh, if the user gives none."""
+    """The default names of the dims of a mesh."""
     return {1: ("shard",), 2: ("replicate", "shard")}.get(len(shape), tuple(f"dim{i}" for i in range(len(shape))))
 
 
 def answer(request: Request, caller: str = "fsdp2.estimate") -> Estimate:
-    """Simulate ``request`` and say what was seen. Raises what `estimate` does."""
+    """Simulate ``request``, and return what was seen. Raises what `estimate` raises."""
     seen = observe(request, caller)
     extra = request.activation_bytes or 0
     peaks = {phase: _with(peak, extra, phase) for phase, peak in seen.log.peaks().items()}
@@ -171,7 +171,7 @@ def answer(request: Request, caller: str = "fsdp2.estimate") -> Estimate:
 
 
 def _with(peak: Peak, activations: int, phase: Phase) -> Peak:
-    """``peak`` and what a forward keeps, if that was given."""
+    """``peak``, with the activations that the user has given for a forward, if any."""
     if not activations or phase is Phase.OPTIMIZER:
         return peak
     found = peak.by_use.get(Use.ACTIVATIONS, 0) + activations
@@ -191,7 +191,7 @@ def _collectives(seen: Observation) -> tuple[CollectiveSum, ...]:
 
 
 def _settings(request: Request, seen: Observation) -> dict[str, str]:
-    """What the estimate is of, in words; what is as by default is left out."""
+    """The settings of the estimate, in words, without those that are defaults."""
     default = "as shard= says" if request.shard is not None else "zero3"
     said: dict[str, str] = {"strategy": request.strategy or default}
     policy = request.mp_policy

@@ -1,4 +1,4 @@
-"""`Hardware`: how much memory the devices of a machine have and how they lie on nodes, and a few machines by name."""
+"""`Hardware`: the memory of a machine's devices, and how they lie on nodes; and a few machines by name."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ _FIELDS = (
 @checked_class(**dict.fromkeys(_FIELDS, ANYTHING))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """Nodes that are all alike.
+    """A machine of equal nodes.
 
         >>> mine = fsdp2.Hardware(name="mine", ranks_per_node=4, memory_bytes=48 * 2**30)
         >>> print(fsdp2.estimate(make_model, 8, batch=batch, hardware=mine))
 
     Attributes:
-        name: for what is printed.
+        name: its name, for printing.
         ranks_per_node: how many ranks share a node. Ranks are numbered node by node.
-        memory_bytes: of the device of one rank.
-        nodes: how many there are; None: as many as are asked for.
-        reserved_bytes: of ``memory_bytes``, what is not for tensors: the driver's context, NCCL, kernels, and what the
-            allocator cannot use because it lies in pieces.
-        host_memory_bytes: of the host, for each rank; what is offloaded must fit there.
-        has_streams: whether communication runs beside computation, on streams; False for CPUs.
+        memory_bytes: memory of the device of one rank.
+        nodes: how many nodes there are; None: as many as are asked for.
+        reserved_bytes: the part of ``memory_bytes`` that is not for tensors: the driver's context, NCCL, kernels, and
+            what the allocator cannot use because of fragmentation.
+        host_memory_bytes: memory of the host for each rank; what is offloaded must fit there.
+        has_streams: whether communication overlaps with computation, on streams; False for CPUs.
 
     Raises:
         FSDPTypeError: a field is of another type.
-        FSDPValueError: a number is negative, or 0 where there must be some.
+        FSDPValueError: a number is negative, or 0 where it must be more.
     """
 
     name: str
@@ -62,14 +62,14 @@ class Hardware:
 
     @property
     def usable_bytes(self) -> int:
-        """What is for tensors of the memory of one rank's device."""
+        """The part of one rank's device memory that is for tensors."""
         return self.memory_bytes - self.reserved_bytes
 
     def refuse_more_ranks(self, ranks: int) -> None:
         """Refuse a mesh that is larger than the machine.
 
         Raises:
-            FSDPValueError: it is.
+            FSDPValueError: the machine does not have ``ranks`` ranks.
         """
         if self.nodes is not None and ranks > self.nodes * self.ranks_per_node:
             raise FSDPValueError(
@@ -103,13 +103,13 @@ KNOWN: Mapping[str, Hardware] = MappingProxyType(
         "cpu": Hardware(name="cpu", ranks_per_node=8, memory_bytes=16 * GIB, has_streams=False),
     }
 )
-"""By name, nodes of 8 ranks. The CPU stands for programs on gloo."""
+"""Machines by name, with 8 ranks per node. The CPU stands for programs on gloo."""
 
 _NAME = re.compile(r"(?P<kind>.+)-(?P<ranks>\d+)x(?P<nodes>\d+)?")
 
 
 def hardware_of(hardware: Hardware | str) -> Hardware:
-    """``hardware`` itself, or the one of a name: ``"h100-8x"``, ``"h100-8x16"`` (16 nodes of 8), ``"cpu"``.
+    """``hardware`` itself, or the machine of this name: ``"h100-8x"``, ``"h100-8x16"`` (16 nodes of 8), ``"cpu"``.
 
     Raises:
         FSDPTypeError: it is neither.

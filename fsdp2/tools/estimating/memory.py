@@ -1,7 +1,7 @@
-"""`MemoryLog`: every allocation of a simulated rank, in order, and the peaks of it by phase and by kind.
+"""`MemoryLog`: every allocation of a simulated rank, in order, and the peaks of memory by phase and by use.
 
-Knows storages and numbers, nothing of models or the engine. What a storage is for may become known after it was
-allocated (a gradient is one once it is in ``.grad``), so that the log is added up at the end.
+It knows storages and numbers, but nothing of models or the engine. What a storage is used for may become known after it
+was allocated (a gradient is one once it is in ``.grad``), so the log is added up at the end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 
 class Use(str, Enum):
-    """What memory is for."""
+    """What memory is used for."""
 
     SHARDS = "shards"
     GRADIENTS = "gradients"
@@ -31,7 +31,7 @@ class Use(str, Enum):
 
 
 class Phase(str, Enum):
-    """Parts of a training step."""
+    """The phases of a training step."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -40,7 +40,7 @@ class Phase(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The most that was alive at once in a phase, in bytes, and what it was."""
+    """The most bytes that were alive at once in a phase, and what they were used for."""
 
     nbytes: int
     by_use: dict[Use, int]
@@ -48,7 +48,7 @@ class Peak:
 
 @dataclass(slots=True)
 class _Block:
-    """One storage, as long as it lives. ``nbytes``: what it has now."""
+    """One storage, while it lives. ``nbytes``: its present size."""
 
     number: int
     nbytes: int
@@ -60,10 +60,10 @@ class MemoryLog:
     """Allocations and releases in order.
 
     Attributes:
-        events: of a block, by how many bytes it grew.
-        uses: of blocks, by their numbers.
+        events: (number of a block, the bytes by which it grew), in order.
+        uses: what each block is used for, by its number.
         on_host: numbers of blocks that offloading keeps in host memory.
-        marks: where phases begin in ``events``; None where one ends.
+        marks: where in ``events`` each phase begins; None: where it ends.
     """
 
     events: list[tuple[int, int]] = field(default_factory=list)
@@ -75,11 +75,11 @@ class MemoryLog:
     _count: int = 0
 
     def is_known(self, storage: torch.UntypedStorage) -> bool:
-        """Whether ``storage`` is in the log and alive."""
+        """Whether ``storage`` is in the log, and alive."""
         return id(storage) in self._blocks
 
     def add(self, storage: torch.UntypedStorage, use: Use, *, on_host: bool = False) -> None:
-        """``storage``, which is not known, was allocated."""
+        """Note that ``storage``, which is not in the log, was allocated."""
         key, block = id(storage), self._new_block(storage.nbytes(), use)
         if on_host:
             self.on_host.add(block.number)
@@ -100,14 +100,14 @@ class MemoryLog:
             self.events.append((block.number, -block.nbytes))
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """``storage`` has other memory than before."""
+        """Note that the memory of ``storage`` may have another size than before."""
         block = self._blocks.get(id(storage))
         if block is not None and block.nbytes != storage.nbytes():
             self.events.append((block.number, storage.nbytes() - block.nbytes))
             block.nbytes = storage.nbytes()
 
     def use(self, storage: torch.UntypedStorage, use: Use, *, on_host: bool = False) -> None:
-        """It has turned out what ``storage`` is for, and whether it is in host memory, from its allocation on."""
+        """Note what ``storage`` is used for, and whether it is in host memory. It holds since its allocation."""
         if id(storage) not in self._blocks:
             self.add(storage, use)
         number = self._blocks[id(storage)].number
@@ -116,12 +116,12 @@ class MemoryLog:
             self.on_host.add(number)
 
     def use_of(self, storage: torch.UntypedStorage) -> Use | None:
-        """What ``storage`` is for, as far as it is known."""
+        """What ``storage`` is used for, as far as is known."""
         block = self._blocks.get(id(storage))
         return None if block is None else self.uses[block.number]
 
     def take(self, nbytes: int, use: Use, *, on_host: bool = False) -> None:
-        """``nbytes`` are taken and given back at once."""
+        """Note that ``nbytes`` are allocated, and freed at once."""
         if nbytes:
             number = self._new_block(nbytes, use).number
             if on_host:
@@ -129,7 +129,7 @@ class MemoryLog:
             self.events.append((number, -nbytes))
 
     def borrow(self, name: str, nbytes: int) -> None:
-        """A buffer ``name`` that the simulation does not have, and a device would, has ``nbytes`` from now on."""
+        """Let a buffer ``name`` have ``nbytes`` from now on, which a device would have and the simulation has not."""
         if not nbytes and name not in self._borrowed:
             return
         before = self._borrowed.get(name, 0)
@@ -138,13 +138,13 @@ class MemoryLog:
         self.events.append((number, nbytes - before))
 
     def begin(self, phase: Phase | None) -> None:
-        """A phase begins; None: the last one ends."""
+        """Note that a phase begins; None: that the last one ends."""
         self.marks.append((len(self.events), phase))
 
     # -- at the end
 
     def peaks(self, *, on_host: bool = False) -> dict[Phase, Peak]:
-        """The peak of each phase, on the device or ``on_host``; the highest, if a phase was begun several times."""
+        """The peak of each phase, on the device or ``on_host``; the highest, if a phase has run several times."""
         found: dict[Phase, Peak] = {}
         for phase, now in self._states(on_host):
             if phase is not None and (phase not in found or sum(now.values()) > found[phase].nbytes):
@@ -152,7 +152,7 @@ class MemoryLog:
         return found
 
     def _states(self, on_host: bool) -> Iterator[tuple[Phase | None, dict[Use, int]]]:
-        """Where a phase begins, and after each event that may be its peak: the phase, and bytes by use."""
+        """The phase and its bytes by use: when it begins, and after each event that may be its peak."""
         now: dict[Use, int] = defaultdict(int)
         total, done = 0, 0
         for (start, phase), (end, _) in zip(self.marks, [*self.marks[1:], (len(self.events), None)], strict=True):
@@ -172,7 +172,7 @@ class MemoryLog:
             done = end
 
     def at_end_of(self, phase: Phase, counts: Callable[[Use], bool]) -> dict[Use, int]:
-        """Bytes on the device of what ``counts``, by use, where ``phase`` last ended."""
+        """Bytes on the device by use, where ``phase`` last ended, of the uses that ``counts`` says."""
         ends = [after for (_, each), (after, _) in zip(self.marks, self.marks[1:], strict=False) if each is phase]
         now: dict[Use, int] = defaultdict(int)
         for number, change in self.events[: ends[-1] if ends else 0]:
@@ -183,7 +183,7 @@ class MemoryLog:
 
 @contextmanager
 def resizes_seen(log: MemoryLog) -> Iterator[None]:
-    """While inside, ``log`` hears of storages that are resized, which no dispatch mode sees."""
+    """Inside, ``log`` hears of storages that are resized, which no dispatch mode sees."""
     resize = torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:

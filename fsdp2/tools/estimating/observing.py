@@ -1,7 +1,7 @@
-"""`Observer`: the dispatch mode that writes down what one simulated rank allocates.
+"""`Observer`: the dispatch mode that records what one simulated rank allocates.
 
-Which part of a program allocates is read off the Python stack, innermost frame first: the engine's files, or the
-model's (torch's own modules, and the autograd engine, count as the model's).
+The Python stack tells which part of a program allocates: the first frame, from the innermost on, that is the engine's
+or the model's. (torch's own modules, and the autograd engine, count as the model's.)
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _COLLECTIVES: dict[str, Kind] = {
 }
 
 Exchanged = Callable[[Kind, int, Any], None]
-"""Hears of a collective of tensor parallelism: which, bytes of the whole tensor, the name of its process group."""
+"""A callback for collectives of tensor parallelism: kind, bytes of the full tensor, name of the process group."""
 
 
 class Observer(_torch.TorchDispatchMode):
-    """Watches the operators of one thread while it is active (autograd's backward on the CPU included).
+    """Sees the operators of one thread while it is active (autograd's backward on the CPU included).
 
     Args:
-        mode: of the tensors that are watched.
-        log: hears of allocations.
+        mode: the fake tensor mode whose tensors are observed.
+        log: where allocations are noted.
         exchanged: see `Exchanged`.
-        counts_workspaces: whether operators need what those of a CPU need.
+        counts_workspaces: whether operators need workspaces, as on a CPU.
     """
 
     def __init__(self, mode: Any, log: MemoryLog, exchanged: Exchanged, *, counts_workspaces: bool) -> None:
@@ -54,12 +54,12 @@ class Observer(_torch.TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Not to be asked of every operator: nothing is compiled in a simulation."""
+        """False, as nothing is compiled in a simulation. torch would look for this at every operator."""
         return False
 
     @contextmanager
     def during(self, phase: Phase, *, on_host: bool = False) -> Iterator[None]:
-        """``phase`` runs inside. ``on_host``: in host memory (an optimizer of offloaded parameters)."""
+        """Inside, ``phase`` runs. ``on_host``: in host memory (an optimizer of offloaded parameters)."""
         self._phase, self._on_host = phase, on_host
         self.log.begin(phase)
         yield
@@ -67,12 +67,12 @@ class Observer(_torch.TorchDispatchMode):
         self._phase, self._on_host = None, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run ``func``, and write down what it allocates."""
+        """Run ``func``, and note what it allocates."""
         kwargs = kwargs or {}
         if func.namespace == "prim":
             return _torch.property_without_memory(func, args)
         if not _torch.only_plain_or_fake(types):
-            return NotImplemented  # a DTensor, or what wraps tensors: it runs operators on tensors inside
+            return NotImplemented  # a DTensor or another wrapper, which runs operators on the tensors inside
         result = func(*args, **kwargs)
         new = []
         for tensor in _tensors(result):
@@ -101,7 +101,7 @@ class Observer(_torch.TorchDispatchMode):
 
 
 def _is_the_engines(frame: Any) -> bool:
-    """Whether the innermost frame that is of the engine or of a model is the engine's."""
+    """Whether the innermost frame that belongs to the engine or to a model is the engine's."""
     while frame is not None:
         name = frame.f_code.co_filename
         if name.startswith(_TORCH):

@@ -1,4 +1,4 @@
-"""`Rank`: one simulated rank, which trains a few steps on tensors without memory while everything is written down."""
+"""`Rank`: one simulated rank, which trains a few steps on tensors without memory while everything is recorded."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from fsdp2.tools.estimating.subject import blocks_of, checkpoint_as, made, shard
 from fsdp2.tools.estimating.traffic import Observed, Traffic, transports_observed
 
 SIMULATED_MICROBATCHES = 3
-"""Of a step, at the most: the first, one in the middle, the last."""
+"""How many microbatches of a step are simulated at most: the first, one in the middle, the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +39,13 @@ class Observation:
     """What one rank did in a step.
 
     Attributes:
-        model: the name of its class, as it was before it was sharded.
-        log: its memory, of the step.
-        traffic: its collectives, of the step.
+        model: the name of its class before it was sharded.
+        log: the memory of the step.
+        traffic: the collectives of the step.
         kept: bytes that a forward kept for backward.
         parameters: elements of the model.
-        offloaded: those of them that rest in host memory, on devices that have their own.
-        groups: how many.
+        offloaded: elements that are kept in host memory, on devices that have their own memory.
+        groups: how many groups there are.
         loss: what was differentiated, in words.
     """
 
@@ -60,22 +60,22 @@ class Observation:
 
 
 def observe(request: Request, caller: str) -> Observation:
-    """Simulate rank 0 of ``request``'s world for two steps, and look at the second.
+    """Simulate two steps of rank 0 in the world of ``request``, and observe the second.
 
     Args:
-        request: what is asked.
+        request: what is to be estimated.
         caller: the function that the user has called, for messages.
 
     Raises:
         FSDPRuntimeError: a process group exists, or the forward needs values.
         FSDPTypeError: what `subject.made` and `Request.local_batch` raise.
-        FSDPValueError: the same; or the forward refuses the batch.
+        FSDPValueError: what these raise; or the forward refuses the batch.
     """
     with ExitStack() as stack:
         stack.enter_context(simulated_world(request.ranks, caller))
         stack.enter_context(_garbage_collector_off())
         stack.enter_context(warnings.catch_warnings())
-        # The engine compares addresses, which are all 0 without memory; torch warns of that once.
+        # The engine compares addresses, which are all 0 without memory. torch warns of that once.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         mesh = init_device_mesh("cpu", request.mesh_shape, mesh_dim_names=request.mesh_dim_names)
         mode = stack.enter_context(_torch.fake_tensors())
@@ -89,7 +89,7 @@ def observe(request: Request, caller: str) -> Observation:
 
 @contextmanager
 def _garbage_collector_off() -> Iterator[None]:
-    """What nothing refers to is freed at once, and the rest at no moment that a run would not repeat."""
+    """Turn the garbage collector off: it would free tensors at moments that a run does not repeat."""
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -105,12 +105,12 @@ class Rank:
 
     Args:
         request: what it is to do.
-        mode: of the tensors without memory.
+        mode: the fake tensor mode.
 
     Attributes:
-        log: what it allocates.
-        traffic: what it exchanges.
-        observer: the dispatch mode that sees what it does.
+        log: its allocations.
+        traffic: its exchanges.
+        observer: the dispatch mode that sees its operators.
     """
 
     model: nn.Module
@@ -146,19 +146,19 @@ class Rank:
         if self._has_streams:
             comm = FSDPCommContext(SimulatedDevice())
             for state in states_below(self.model):
-                state.compute_through(comm)  # as if it was on a device with streams
+                state.compute_through(comm)  # so it runs as on a device with streams
         self._know(self.model.parameters(), Use.SHARDS)
         self.optimizer = None if request.optimizer is None else request.optimizer(list(self.model.parameters()))
         if self.optimizer is not None and self._has_streams and not self._offloaded():
             _step_as_on_devices(self.optimizer)
         self._args, self._kwargs = request.local_batch()
         if not self._computes:
-            self._args, self._kwargs = (torch.empty((), requires_grad=True),), {}  # what `stand_in` takes
+            self._args, self._kwargs = (torch.empty((), requires_grad=True),), {}  # the input of `stand_in`
 
     # -- steps
 
     def observe(self) -> Observation:
-        """Steps, of which all but the last meet every buffer and learn the order; what the last did."""
+        """Run steps, in the first of which all buffers are made and the order is learned; observe the last one."""
         self._step()
         orders = None
         while orders != self._orders():
@@ -179,12 +179,12 @@ class Rank:
         )
 
     def _orders(self) -> list[Any]:
-        """In which every root runs its groups."""
+        """The orders in which every root runs its groups."""
         return [(root.learned.forward, root.learned.backward) for root in roots_of(states_below(self.model))]
 
     def _step(self) -> None:
         request, count = self._request, self._request.accumulation
-        # Those between the second and the last do what the second does.
+        # Microbatches between the second and the last do what the second does.
         simulated = range(count) if count <= SIMULATED_MICROBATCHES else (0, 1, count - 1)
         for index in simulated:
             is_last = index == count - 1
@@ -192,7 +192,7 @@ class Rank:
             with accumulate(self.model, last=is_last, kept=request.kept) if count > 1 else nullcontext():
                 self._microbatch()
             if index == 1 and not is_last:
-                self.traffic.repeat(since, count - len(simulated))  # (memory is the same each time)
+                self.traffic.repeat(since, count - len(simulated))  # (memory has the same peaks each time)
         if self.optimizer is not None:
             self._step_optimizer(self.optimizer)
         self.model.zero_grad()
@@ -238,13 +238,13 @@ class Rank:
     # -- what memory is for
 
     def _know(self, tensors: Iterable[torch.Tensor], use: Use, *, of: torch.Tensor | None = None) -> None:
-        """``of``: the parameter that they belong to; None: each is one."""
+        """Note what ``tensors`` are used for. ``of``: the parameter that they belong to; None: they are parameters."""
         for tensor in tensors:
             on_host = self._is_on_host(tensor if of is None else of)
             self.log.use(_local(tensor).untyped_storage(), use, on_host=on_host)
 
     def _is_on_host(self, parameter: torch.Tensor) -> bool:
-        """Whether it is offloaded. (On CPUs there is no other memory.)"""
+        """Whether ``parameter`` is offloaded. (On CPUs there is no other memory, so nothing is.)"""
         owner = fsdp_param_of(parameter)
         is_offloaded = owner is not None and owner.group is not None and owner.group.storage.offloading.is_host
         return is_offloaded and self._has_streams
@@ -253,7 +253,7 @@ class Rank:
         return [each for each in self.model.parameters() if self._is_on_host(each)]
 
     def _step_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """On the device, and in host memory, what lies there."""
+        """Step the parameters on the device, and apart from them those in host memory."""
         offloaded = set(map(id, self._offloaded()))
         gradients = [(each, each.grad) for each in self.model.parameters()]
         for on_host in sorted({id(each) in offloaded for each, _ in gradients}):
@@ -283,7 +283,7 @@ class Rank:
                 way.offloads = offloads
 
     def _hook_gradients(self) -> None:
-        """Know autograd's gradients of whole parameters when they arrive."""
+        """Note autograd's gradients of unsharded parameters as soon as they arrive."""
         for state in states_below(self.model):
             for group in state.unit:
                 for param in group.params:
@@ -298,7 +298,7 @@ class Rank:
 
 
 def _step_as_on_devices(optimizer: torch.optim.Optimizer) -> None:
-    """torch's optimizers step on lists of tensors where they may choose, but not on CPUs."""
+    """Let ``optimizer`` use foreach kernels, which torch chooses by itself on devices, but not on CPUs."""
     for group in optimizer.param_groups:
         if group.get("foreach", False) is None and not group.get("fused"):
             group["foreach"] = True
@@ -313,12 +313,12 @@ def _first_line(error: Exception) -> str:
 
 
 def name_of_function(function: Any) -> str:
-    """What it is called in the program, or its class."""
+    """The name of ``function`` in the program, or of its class."""
     return str(getattr(function, "__qualname__", type(function).__name__)).rpartition("<locals>.")[2]
 
 
 def default_loss(output: Any) -> tuple[torch.Tensor, str]:
-    """What is differentiated if nobody says: ``output.loss``, or the sum of the first tensor of it; and in words."""
+    """The loss if the user gives none: ``output.loss``, or the sum of the first tensor of it; and which, in words."""
     loss = getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss, "output.loss (default)"

@@ -1,4 +1,4 @@
-"""What a model's forward raises because of the batch, as one sentence that says what to write instead."""
+"""Turns what a model's forward raises because of the batch into a sentence that says what to write instead."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WANTS_INDICES = re.compile(r"\bindices\b|\bLong\b|\bint64\b")
 
 
 def refused_batch(error: Exception, model: str, batch: Any) -> FSDPValueError | None:
-    """The sentence to raise for ``error``, which the forward of ``model`` has raised; None if it is of another kind."""
+    """The error to raise for ``error``, which the forward of ``model`` raised; None if the batch is not the cause."""
     if not isinstance(error, _OF_BATCHES) or isinstance(error, FSDPError):
         return None
     values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else [batch]
@@ -31,5 +31,5 @@ def refused_batch(error: Exception, model: str, batch: Any) -> FSDPValueError | 
 
 
 def _written(tensor: torch.Tensor, dtype: torch.dtype) -> str:
-    """As a command line says it: ``8x16:int64``."""
+    """``tensor`` as it is written on a command line, with this dtype: ``8x16:int64``."""
     return f"{'x'.join(map(str, tensor.shape))}:{str(dtype).removeprefix('torch.')}"

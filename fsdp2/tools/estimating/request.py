@@ -1,4 +1,4 @@
-"""`Request`: what is to be estimated, checked before anything is built; and the batch of one rank and microbatch."""
+"""`Request`: what is to be estimated, checked before anything is made; and the batch of one rank and microbatch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Checkpointing = Literal["none", "selective", "blocks"]
 
 CHECKPOINTING = ("none", "selective", "blocks")
 SAME_SAMPLES = ("tp", "cp", "pp")
-"""Names of mesh dims whose ranks work on the same samples."""
+"""Names of mesh dims whose ranks compute on the same samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +33,8 @@ class Request:
     """What `fsdp2.estimate` is asked. Fields are its arguments.
 
     Raises:
-        FSDPTypeError: the batch holds no tensor, the optimizer cannot be called.
-        FSDPValueError: samples cannot be divided, fields contradict each other, or the hardware.
+        FSDPTypeError: the batch holds no tensor, or the optimizer cannot be called.
+        FSDPValueError: samples cannot be divided, or fields contradict each other or the hardware.
     """
 
     make_model: MakeModel | nn.Module
@@ -99,7 +99,7 @@ class Request:
 
     @property
     def ranks(self) -> int:
-        """Of the whole mesh."""
+        """How many ranks the mesh has."""
         return math.prod(self.mesh_shape)
 
     @property
@@ -110,12 +110,12 @@ class Request:
 
     @property
     def offloading(self) -> OffloadChoice:
-        """``offload_policy``, in our own classes."""
+        """``offload_policy``, as one of our own classes."""
         return offload_choice(self.offload_policy)
 
     @property
     def samples(self) -> int:
-        """Of all ranks together in a step.
+        """How many samples all ranks together have in a step.
 
         Raises:
             FSDPTypeError: the batch holds no tensor.
@@ -130,7 +130,7 @@ class Request:
         return tensors[0].shape[0]
 
     def local_batch(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments of one forward of one rank, new tensors (without memory in a simulation)."""
+        """New tensors as arguments of one forward of one rank; in a simulation they have no memory."""
         samples, parts = self.samples, self.data_parallel * self.accumulation
         batch = self.batch
         if isinstance(batch, Mapping):
@@ -146,7 +146,7 @@ def _values(batch: Any) -> list[Any]:
 
 
 def _part(value: Any, samples: int, parts: int) -> Any:
-    """One rank's and microbatch's part of ``value``, if it is a tensor of samples."""
+    """The part of ``value`` for one rank and microbatch, if it is a tensor of samples."""
     if not isinstance(value, torch.Tensor):
         return value
     shape = list(value.shape)

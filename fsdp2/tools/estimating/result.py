@@ -1,4 +1,4 @@
-"""`Estimate`: what `fsdp2.estimate` answers, as data, as a table and as JSON."""
+"""`Estimate`: the answer of `fsdp2.estimate`, as data, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from fsdp2.tools.quantities import shown_bytes, shown_count, table
 
 @dataclass(frozen=True, slots=True)
 class PhasePeak:
-    """The most that is alive at once in a phase of a step.
+    """The most memory that is alive at once in a phase of a step.
 
     Attributes:
-        nbytes: on the rank's device.
-        by_use: of them, what each is for.
+        nbytes: bytes on the rank's device.
+        by_use: how many of them are for what.
     """
 
     nbytes: int
@@ -25,14 +25,14 @@ class PhasePeak:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveSum:
-    """All collectives of one kind in a step, over process groups that lie on nodes alike.
+    """All collectives of one kind in a step, over process groups that are spread over nodes in the same way.
 
     Attributes:
         kind: all-gather, reduce-scatter or all-reduce.
-        ranks: of one process group.
-        nodes: over which these lie.
-        count: how many collectives.
-        nbytes: of the whole tensors.
+        ranks: ranks of one process group.
+        nodes: how many nodes these are on.
+        count: how many collectives there are.
+        nbytes: bytes of the full tensors.
         sent_inside: bytes that one rank sends to ranks of its own node (the mean).
         sent_between: bytes that one rank sends to other nodes (the mean).
     """
@@ -52,22 +52,22 @@ class Estimate:
 
     Attributes:
         model: the name of its class.
-        parameters: elements of the whole model.
-        groups: how many.
-        mesh: sizes of its dims, by name.
+        parameters: elements of the full model.
+        groups: how many groups there are.
+        mesh: the sizes of its dims, by name.
         settings: what was estimated, in words.
         hardware: the machine.
         phases: the peak of each phase of a step.
-        peak_bytes: the highest of them, on the device.
-        resting_bytes: alive between two steps, on the device.
+        peak_bytes: the highest of these peaks, on the device.
+        resting_bytes: bytes that are alive between two steps, on the device.
         host_bytes: the most that is offloaded to the host at once.
-        activation_bytes: kept for backward by one forward.
-        collectives: of a step.
+        activation_bytes: bytes that one forward keeps for backward.
+        collectives: the collectives of a step.
         sent_inside: bytes that one rank sends to ranks of its node in a step (the mean).
         sent_between: bytes that one rank sends to other nodes in a step (the mean).
-        to_host: bytes between device and host in a step.
+        to_host: bytes that move between device and host in a step.
         fits: whether the peak, and what is offloaded, fit on the hardware.
-        fits_on: names of the known devices whose memory the peak fits into.
+        fits_on: names of the known devices whose memory has room for the peak.
     """
 
     model: str

@@ -1,7 +1,7 @@
-"""A world of many ranks in one process, of which one is there: `simulated_world`, made and left again.
+"""`simulated_world`: a world of many ranks in one process, of which only one exists, made and left again.
 
-The process group is torch's ``fake`` one, whose collectives return at once. Tensors have shapes and no memory, so that
-a model of any size takes none. Nothing of it stays: the process group is destroyed, and so are the meshes that DTensor
+The process group is torch's ``fake`` one, whose collectives return at once. Tensors have shapes and no memory, so a
+model of any size takes none. Nothing of it stays: the process group is destroyed, and so are the meshes that DTensor
 remembers.
 """
 
@@ -22,11 +22,11 @@ from fsdp2.errors import FSDPRuntimeError
 
 @contextmanager
 def simulated_world(ranks: int, caller: str) -> Iterator[None]:
-    """This process is rank 0 of ``ranks``.
+    """Inside, this process is rank 0 of ``ranks``.
 
     Args:
-        ranks: how many.
-        caller: the function that a user has called, for messages.
+        ranks: how many ranks there are.
+        caller: the function that the user has called, for messages.
 
     Raises:
         FSDPRuntimeError: a process group exists. It is left as it is: two worlds in one process would mix up DTensor's
@@ -49,7 +49,7 @@ def simulated_world(ranks: int, caller: str) -> Iterator[None]:
 
 @contextmanager
 def laid_out_for(device_type: str) -> Iterator[None]:
-    """While inside, meshes are of a device that need not be there: it decides what is packed, and cast by whom."""
+    """Inside, meshes are of a device type that need not exist here: it decides what is packed, and who casts."""
     before = meshes.device_of, shard._move_to_device
     meshes.device_of, shard._move_to_device = lambda mesh: torch.device(device_type), lambda *_: None
     try:
@@ -59,7 +59,7 @@ def laid_out_for(device_type: str) -> Iterator[None]:
 
 
 class SimulatedDevice:
-    """The engine's `Device` protocol as of a device with streams. Everything happens when it is issued."""
+    """The engine's `Device` protocol for a device with streams. Everything happens as soon as it is issued."""
 
     has_streams = True
 
@@ -67,17 +67,17 @@ class SimulatedDevice:
         self._streams, self._current = 1, 0
 
     def new_stream(self) -> int:
-        """The next number."""
+        """The number of a new stream."""
         self._streams += 1
         return self._streams - 1
 
     def current_stream(self) -> int:
-        """Where operators go."""
+        """The number of the stream that operators are issued to."""
         return self._current
 
     @contextmanager
     def use(self, stream: int) -> Iterator[None]:
-        """Let operators inside go to ``stream``."""
+        """Issue operators inside to ``stream``."""
         before, self._current = self._current, stream
         try:
             yield
@@ -85,15 +85,15 @@ class SimulatedDevice:
             self._current = before
 
     def record(self, stream: int) -> object:
-        """An event, which tells nothing."""
+        """An event. It holds nothing, as it has happened already."""
         return object()
 
     def wait(self, stream: int, event: Any, why: Any) -> None:
-        """It has happened."""
+        """Do nothing: the event has happened."""
 
     def block_host(self, event: Any) -> None:
-        """It has happened."""
+        """Do nothing: the event has happened."""
 
     def is_capturing(self) -> bool:
-        """Never."""
+        """False: the simulation records no graphs."""
         return False

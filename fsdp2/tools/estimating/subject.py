@@ -1,7 +1,7 @@
-"""The model of one simulated rank: made without memory, checkpointed, sharded; and what stands in for its forward.
+"""The model of one simulated rank: made without memory, checkpointed, sharded; and a stand-in for its forward.
 
-What stands in (`stand_in`) is for models whose forward depends on values that are not there: the engine runs all of
-its groups, in the order in which they were registered, and nothing is computed.
+The stand-in (`stand_in`) is for models whose forward depends on values, which do not exist: the engine runs all of its
+groups in the order in which they were registered, and nothing is computed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ANY = 2**62
 
 
 def made(make_model: Callable[[], nn.Module] | nn.Module) -> nn.Module:
-    """The model, its parameters and buffers without memory. A model that exists already is copied, and left as it is.
+    """The model, with parameters and buffers without memory. A model that exists is copied, and left as it is.
 
     Raises:
         FSDPTypeError: it is no module.
@@ -44,7 +44,7 @@ def made(make_model: Callable[[], nn.Module] | nn.Module) -> nn.Module:
     tensors = [*model.parameters(), *model.buffers()]
     if model is not make_model and all(map(_is_as_needed, tensors)):
         return model
-    # (`to_empty` cannot, of tensors without memory: torch would swap them with others.)
+    # (`to_empty` cannot do this for tensors without memory: torch would swap them with others.)
     return copy.deepcopy(model, {id(each): _without_memory(each) for each in tensors})
 
 
@@ -53,7 +53,7 @@ def _is_as_needed(tensor: torch.Tensor) -> bool:
 
 
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """As ``tensor``, on the CPU."""
+    """A tensor like ``tensor`` on the CPU, without memory."""
     if _is_as_needed(tensor):
         return tensor
     empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=CPU)
@@ -64,7 +64,7 @@ def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def checkpoint_as(how: str, block: nn.Module) -> None:
-    """Let ``block``'s forward be checkpointed: "selective" or "blocks"."""
+    """Checkpoint the forward of ``block``; ``how``: "selective" or "blocks"."""
     forward = block.forward
     more: dict[str, Any] = {"context_fn": _selective} if how == "selective" else {}
 
@@ -79,7 +79,7 @@ _SAVED = ("mm", "addmm", "bmm", "_scaled_dot_product", "_flash_attention", "_eff
 
 
 def _keeps_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Results of matrix products and of attention are kept, the others are computed once more."""
+    """Keep results of matrix products and of attention, recompute the others."""
     name = operator._schema.name.removeprefix("aten::")
     return CheckpointPolicy.MUST_SAVE if name.startswith(_SAVED) else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -89,7 +89,7 @@ def _selective() -> Any:
 
 
 def blocks_of(model: nn.Module, request: Request) -> list[nn.Module]:
-    """What is checkpointed: what `auto_shard` takes for blocks, whatever their size, but for single layers."""
+    """The modules to checkpoint: the blocks that `auto_shard` finds, whatever their size, without single layers."""
     choice = choose_groups(model, blocks=request.blocks, mp_policy=request.mp_policy, max_bytes=_ANY, min_bytes=0)
     modules = [model.get_submodule(group.name) for group in choice.groups if group.name]
     return [module for module in modules if next(module.children(), None) is not None]
@@ -145,7 +145,7 @@ def _sharded_next_below(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def stand_in(model: nn.Module) -> None:
-    """Let the forward of each sharded module, and of ``model``, compute nothing. It takes and returns a scalar."""
+    """Let forwards of sharded modules, and of ``model``, compute nothing. They take and return a scalar."""
     for module in [model, *model.modules()]:
         if module is model or state_of(module) is not None:
             module.forward = functools.partial(_touch, module)  # type: ignore[method-assign]

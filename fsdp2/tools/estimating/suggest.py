@@ -1,4 +1,4 @@
-"""`suggest`: which of strategy, checkpointing and offloading make a model fit, with the memory of each."""
+"""`suggest`: which strategy, checkpointing and offloading make a model fit, with the memory of each."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from fsdp2.tools.estimating.result import Estimate
 from fsdp2.tools.quantities import shown_bytes, table
 
 _STRATEGIES = ("zero2", "zero3")
-"""zero1 gathers less often than zero2, and has its peak."""
+"""zero1 is left out: it gathers less often than zero2, but has the same peak."""
 
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """Settings, and what they were estimated to need.
+    """Settings, and an estimate of what they need.
 
     Attributes:
-        arguments: of `fsdp2.estimate`, as they are written.
-        estimate: with them.
+        arguments: the arguments of `fsdp2.estimate`, as code.
+        estimate: the estimate with these arguments.
     """
 
     arguments: str
@@ -42,14 +42,14 @@ class Suggestions:
     """What `suggest` found. ``str()`` shows it; `to_json` writes it.
 
     Attributes:
-        tried: all settings, those first that compute, send and move the least.
+        tried: all settings that were tried, first those that compute, send and move least.
     """
 
     tried: tuple[Suggestion, ...]
 
     @property
     def best(self) -> Suggestion | None:
-        """The first that fits."""
+        """The first settings that fit; None if none do."""
         return next((each for each in self.tried if each.estimate.fits), None)
 
     def to_json(self) -> str:
@@ -89,33 +89,33 @@ def suggest(
     loss: Callable[..., torch.Tensor] | None = None,
     progress: Callable[[str], object] | None = None,
 ) -> Suggestions:
-    """Which of strategy, checkpointing and offloading make a model fit, with the memory of each.
+    """Find which strategy, checkpointing and offloading make a model fit, with the memory of each.
 
         >>> print(fsdp2.suggest(lambda: Llama(config), 64, batch=batch, hardware="h100-8x"))
 
-    Strategies and ways of checkpointing are estimated in all pairs, and if none of them fits, offloading with zero3.
-    Each takes as long as `estimate`: up to tens of seconds for a large model.
+    Each pair of a strategy and a way of checkpointing is estimated; if none fits, offloading with zero3 is tried.
+    Each estimate takes as long as `estimate`: up to tens of seconds for a large model.
 
     Args:
         make_model: as in `estimate`.
-        mesh_shape: the same: a number of ranks, or (replicate, shard).
+        mesh_shape: as in `estimate`: a number of ranks, or (replicate, shard).
         batch: as in `estimate`.
-        hardware: the same.
-        optimizer: the same.
-        mp_policy: the same.
-        blocks: the same.
-        accumulation: the same.
-        kept: the same.
-        loss: the same.
+        hardware: as in `estimate`.
+        optimizer: as in `estimate`.
+        mp_policy: as in `estimate`.
+        blocks: as in `estimate`.
+        accumulation: as in `estimate`.
+        kept: as in `estimate`.
+        loss: as in `estimate`.
         progress: called with the arguments of each estimate before it is made.
 
     Returns:
-        What was found.
+        All settings that were tried, with their estimates.
 
     Raises:
-        FSDPTypeError: what `estimate` raises.
-        FSDPValueError: the same.
-        FSDPRuntimeError: the same.
+        FSDPTypeError: see `estimate`.
+        FSDPValueError: see `estimate`.
+        FSDPRuntimeError: see `estimate`.
     """
     base = request_of(
         make_model=make_model,
@@ -149,6 +149,6 @@ def _requests(base: Request, *, offloads: bool) -> Iterator[Request]:
 
 
 def _written(request: Request) -> str:
-    """What is particular about ``request``, as arguments of `estimate`."""
+    """The settings that ``request`` tries, as arguments of `estimate`."""
     offload = ", offload_policy=CPUOffloadPolicy()" if request.offload_policy is not None else ""
     return f"strategy={request.strategy!r}, checkpointing={request.checkpointing!r}{offload}"

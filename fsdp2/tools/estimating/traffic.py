@@ -1,4 +1,4 @@
-"""`Traffic`: the collectives of a step, how often, how large, over which ranks; and transports that write them down."""
+"""`Traffic`: the collectives of a step: how many, how large, over which ranks; and transports that record them."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from fsdp2.tools.facts.exchanges import sent
 _FAKE = ("cpu", "fake")
 
 SENT, REDUCED = "sent by the device", "reduced on the device"
-"""Buffers that a device has for what is in host memory."""
+"""Buffers that a device would have for shards and gradients that are in host memory."""
 
 
 @dataclass(slots=True)
 class Sum:
-    """All collectives of one kind over process groups that lie on nodes alike.
+    """All collectives of one kind, over process groups that are spread over nodes in the same way.
 
     Attributes:
-        count: how many.
-        nbytes: of the whole tensors.
+        count: how many collectives there are.
+        nbytes: bytes of the full tensors.
         sent_inside: bytes that a rank sends to ranks of its node.
-        sent_between: the same, to other nodes.
+        sent_between: bytes that a rank sends to other nodes.
     """
 
     count: int = 0
@@ -43,7 +43,7 @@ class Sum:
     sent_between: int = 0
 
     def repeat(self, since: Sum, times: int) -> None:
-        """What was added since the copy ``since`` is added ``times`` more times."""
+        """Add ``times`` more times what was added since the copy ``since`` was made."""
         for name in self.__slots__:
             now = getattr(self, name)
             setattr(self, name, now + times * (now - getattr(since, name)))
@@ -51,12 +51,12 @@ class Sum:
 
 @dataclass(slots=True)
 class Traffic:
-    """What a rank exchanges.
+    """What a rank exchanges in a step.
 
     Attributes:
-        hardware: whose nodes.
-        log: hears of buffers that a device would have, and the simulation has not.
-        sums: by kind, and by how many ranks lie on how many nodes.
+        hardware: the machine, which says which ranks share a node.
+        log: where buffers are noted that a device would have, and the simulation has not.
+        sums: the collectives, by kind, and by how many ranks are on how many nodes.
         to_host: bytes that move between the device and its host.
     """
 
@@ -67,7 +67,7 @@ class Traffic:
     _ranks: dict[Any, list[int]] = field(default_factory=dict)
 
     def add(self, kind: Kind, nbytes: int, group: Any) -> None:
-        """One collective of ``nbytes`` of whole tensors. ``group``: the process group, or its name."""
+        """Count one collective of ``nbytes`` of full tensors. ``group``: the process group, or its name."""
         if group not in self._ranks:
             found = _torch.group_named(group) if isinstance(group, str) else group
             self._ranks[group] = dist.get_process_group_ranks(found)
@@ -81,35 +81,35 @@ class Traffic:
         known.sent_between += between
 
     def settle(self) -> None:
-        """Everything has arrived: a device holds nothing for it any more."""
+        """Note that everything has arrived, so that a device has no buffers for it any more."""
         for name in (SENT, REDUCED):
             self.log.borrow(name, 0)
 
     def snapshot(self) -> Traffic:
-        """What was exchanged so far, which does not change any more."""
+        """A copy of what was exchanged so far."""
         return replace(self, sums={key: replace(each) for key, each in self.sums.items()})
 
     def repeat(self, since: Traffic, times: int) -> None:
-        """All that was exchanged since the snapshot ``since`` is exchanged ``times`` more times."""
+        """Count ``times`` more times everything that was exchanged since the snapshot ``since``."""
         for key, each in self.sums.items():
             each.repeat(since.sums.get(key, Sum()), times)
         self.to_host += times * (self.to_host - since.to_host)
 
     def reset(self) -> None:
-        """Count from now on."""
+        """Start counting anew."""
         self.sums, self.to_host = {}, 0
 
 
 class Observed(Native):
-    """A transport that writes down what passes.
+    """A transport that records what it carries.
 
     Args:
         group: the process group.
-        inner: what moves the bytes; None: nothing does, as the buffers need no values.
-        traffic: where it is written.
+        inner: the transport that moves the bytes; None: nothing moves them, as buffers need no values.
+        traffic: where it is recorded.
 
     Attributes:
-        offloads: whether shards and reduced gradients are in host memory, which a device gets and gives its copy of.
+        offloads: whether shards and reduced gradients are in host memory, so that a device would copy them.
     """
 
     def __init__(self, group: dist.ProcessGroup, inner: Native | None, traffic: Traffic) -> None:
@@ -125,13 +125,13 @@ class Observed(Native):
         return self._inner
 
     def sum(self, tensor: torch.Tensor, op: Any, works: Works) -> None:
-        """Write it down."""
+        """Record an all-reduce."""
         self._traffic.add("all-reduce", tensor.nbytes, self.group)
         if self._inner is not None:
             self._named().sum(tensor, op, works)
 
     def all_gather(self, members: Sequence[Transfer], works: Works, user_waits: bool = False) -> None:
-        """Write down one collective, for all members are launched at once."""
+        """Record one collective, as all members are launched at once."""
         if self.offloads:
             self._copy_from_host([input for _, input in members])
         self._traffic.add("all-gather", sum(output.nbytes for output, _ in members), self.group)
@@ -139,7 +139,7 @@ class Observed(Native):
             self._named().all_gather(members, works, user_waits)
 
     def reduce_scatter(self, members: Sequence[Transfer], op: Any, works: Works, arena: Arena = ALLOCATOR) -> None:
-        """Write down one collective, for all members are launched at once."""
+        """Record one collective, as all members are launched at once."""
         self._traffic.add("reduce-scatter", sum(input.nbytes for _, input in members), self.group)
         if self.offloads:
             nbytes = sum(output.nbytes for output, _ in members)
@@ -149,7 +149,7 @@ class Observed(Native):
             self._named().reduce_scatter(members, op, works, arena)
 
     def _copy_from_host(self, inputs: Sequence[torch.Tensor]) -> None:
-        """What is sent as it lies is a copy on a device; what is cast is one here, too."""
+        """Count copies from the host. Shards that are sent as they are need a buffer on a device; casts have one."""
         log = self._traffic.log
         lying = [each for each in inputs if log.use_of(each.untyped_storage()) is Use.SHARDS]
         log.borrow(SENT, sum(each.nbytes for each in lying))
@@ -158,7 +158,7 @@ class Observed(Native):
 
 @contextmanager
 def transports_observed(traffic: Traffic, *, moves: bool) -> Iterator[None]:
-    """While inside, groups that are prepared exchange by `Observed`; ``moves``: over the engine's own transport."""
+    """Inside, groups that are prepared exchange by `Observed`; ``moves``: over the engine's own transport."""
     before = transport.OF_BACKENDS.get(_FAKE)
     inner: Callable[[dist.ProcessGroup], Native] = before or Native
 

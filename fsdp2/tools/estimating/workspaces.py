@@ -1,6 +1,6 @@
-"""What operators allocate and free inside themselves, where it is known: on CPUs, of the operators that need much.
+"""What operators allocate and free inside themselves, for CPU operators that are known to need much.
 
-No dispatch mode sees that. Read off the profiler's record of torch 2.13; `tests/fake_pg/test_estimate.py` compares.
+No dispatch mode sees it. Read off torch 2.13's profiler; `tests/fake_pg/test_estimate.py` compares it.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import torch
 
 
 def _convolution(args: Sequence[Any], out: Any) -> int:
-    """oneDNN computes in blocks: copies of input and weight, unless they lie channels-last."""
+    """oneDNN computes on blocks: it copies input and weight into its format, unless they are channels-last."""
     return _unless_channels_last(args[0]) + _nbytes(args[1])
 
 
 def _convolution_backward(args: Sequence[Any], out: Any) -> int:
-    """Of the weight's gradient: copies of the output's gradient and of the input."""
+    """For the weight's gradient oneDNN copies the output's gradient and the input."""
     return max(_unless_channels_last(args[0]) + _unless_channels_last(args[1]), _nbytes(args[2]))
 
 
 def _chunk_cat(args: Sequence[Any], out: Any) -> int:
-    """What the engine packs gradients with: padded copies of those whose rows do not divide; a copy of each to cast."""
+    """The engine packs gradients with it: it pads those whose rows do not divide, and copies each to cast it."""
     tensors, dim, chunks = args[:3]
     padded, largest = 0, 0
     for tensor in tensors:
@@ -35,7 +35,7 @@ def _chunk_cat(args: Sequence[Any], out: Any) -> int:
 
 
 def _promoted(args: Sequence[Any], out: Any) -> int:
-    """Copies of operands in the dtype that is computed in, of those of another."""
+    """Operands in another dtype than that of the computation are copied."""
     tensors = [arg for arg in args[:2] if isinstance(arg, torch.Tensor) and arg.dim()]
     if len({tensor.dtype for tensor in tensors}) < 2:
         return 0
@@ -61,6 +61,6 @@ _KNOWN: dict[str, Callable[[Sequence[Any], Any], int]] = {
 
 
 def workspace_bytes(func: Any, args: Sequence[Any], out: Any) -> int:
-    """What ``func``, which may write to ``out``, takes beside its result, and gives back; 0 where it is not known."""
+    """Bytes that ``func`` takes and frees beside its result; 0 where it is not known. ``out``: what it writes to."""
     known = _KNOWN.get(func._schema.name)
     return 0 if known is None else known(args, out)

@@ -1,4 +1,4 @@
-"""`fsdp2.explain`: what is sharded how, what a step exchanges, what is slow about it, as text and JSON."""
+"""`fsdp2.explain`: how a model is sharded, what a step exchanges, and what is slow about it, as text and JSON."""
 
 from fsdp2.tools.explaining.advice import Advice
 from fsdp2.tools.explaining.explanation import Explanation, explain

@@ -1,7 +1,7 @@
-"""What is wrong, slow or wasteful about how a model is sharded, and the call that changes it.
+"""Advice: what is wrong, slow or wasteful about how a model is sharded, and the call that changes it.
 
-Every check reads `ModelFacts` and nothing else. The limits are stated beside each check; they are rules of thumb for
-devices with fast links, not measurements of this machine.
+Every check reads `ModelFacts` and nothing else. Its limits stand beside it. They are rules of thumb for devices with
+fast links, not measurements of this machine.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from fsdp2.tools.quantities import shown_bytes, shown_names
 Level = Literal["wrong", "slow", "memory", "note"]
 
 TINY_GROUP_BYTES = 2**20
-"""Below it, a collective's latency (10 to 30 us) is longer than the transfer at 100 GB/s."""
+"""In a smaller group a collective's latency (10 to 30 us) is longer than its transfer at 100 GB/s."""
 
 HUGE_GROUP_BYTES = 2**31
-"""Above it, two groups, the one that computes and the one gathered ahead, take a twentieth of an 80 GB device."""
+"""Two larger groups (one computes, one is gathered ahead) take more than a twentieth of an 80 GB device."""
 
 WORTH_MENTIONING_BYTES = 2**24
-"""Models and groups below it are left alone: a laptop's tests are no training runs."""
+"""Smaller models and groups get no advice: a laptop's tests are no training runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,9 @@ class Advice:
     Attributes:
         kind: a short name of the check.
         level: "wrong" (numbers may not be what is expected), "slow", "memory", or "note".
-        where: names of groups or parameters.
-        what: what was found, as sentences.
-        change: code that changes it; "" if there is nothing to be called.
+        where: the names of groups or parameters.
+        what: what was found, in sentences.
+        change: code that changes it; "" if there is nothing to call.
     """
 
     kind: str
@@ -49,14 +49,14 @@ class Advice:
 
 
 def advice_for(facts: ModelFacts) -> tuple[Advice, ...]:
-    """All that the checks find, what is wrong first."""
+    """Everything that the checks find, sorted by level, "wrong" first."""
     found = [each for check in _CHECKS for each in check(facts)]
     ranks: dict[str, int] = {"wrong": 0, "memory": 1, "slow": 2, "note": 3}
     return tuple(sorted(found, key=lambda each: ranks[each.level]))
 
 
 def code_of(name: str) -> str:
-    """The module called ``name`` below ``model``, as code: ``model.blocks[3]``."""
+    """The code for the module called ``name`` below ``model``: ``model.blocks[3]``."""
     return "model" + "".join(f"[{part}]" if part.isdecimal() else f".{part}" for part in name.split(".") if part)
 
 
@@ -106,7 +106,7 @@ def _ignored_but_trained(facts: ModelFacts) -> Iterator[Advice]:
 
 
 def _never_reduced(facts: ModelFacts) -> Iterator[Advice]:
-    """Reductions that are switched off: right between microbatches, and wrong for a whole step."""
+    """Find reductions that are switched off: right between microbatches, wrong for a whole step."""
     trained = [group for group in facts.groups if group.gradients]
     unreduced = [group for group in trained if ("requires_gradient_sync", "False") in group.settings]
     apart = [
@@ -185,7 +185,7 @@ def _one_group(facts: ModelFacts) -> Iterator[Advice]:
 
 
 def _heavy_root(facts: ModelFacts) -> Iterator[Advice]:
-    """A root stays unsharded from forward to backward, so it should hold no more than two of the others."""
+    """A root stays unsharded from forward to backward, so it should hold no more than two other groups do."""
     others = [group.unsharded_bytes for group in facts.groups if not group.is_root]
     for group in facts.groups:
         nbytes = group.unsharded_bytes
@@ -229,7 +229,7 @@ def _huge_groups(facts: ModelFacts) -> Iterator[Advice]:
 
 
 def _tiny_groups(facts: ModelFacts) -> Iterator[Advice]:
-    """Groups whose exchanges are all latency: a few do no harm, many do."""
+    """Find groups whose exchanges are all latency. A few do no harm, many do."""
     if sum(group.unsharded_bytes for group in facts.groups) < WORTH_MENTIONING_BYTES:
         return
     tiny = [
@@ -255,7 +255,7 @@ def _tiny_groups(facts: ModelFacts) -> Iterator[Advice]:
 
 
 def _full_precision(facts: ModelFacts) -> Iterator[Advice]:
-    """On accelerators: what is gathered in fp32 takes twice the bytes and the slow matrix units."""
+    """On accelerators a gather in fp32 takes twice the bytes of bf16, and products use slower matrix units."""
     groups = [group for group in facts.groups if group.device.type != "cpu" and group.shard_size > 1]
     wide = [group for group in groups if any(param.computes is torch.float32 for param in group.params)]
     nbytes = sum(p.unsharded_bytes for group in wide for p in group.params if p.computes is torch.float32)
@@ -272,7 +272,7 @@ def _full_precision(facts: ModelFacts) -> Iterator[Advice]:
 
 
 def _narrow_sums(facts: ModelFacts) -> Iterator[Advice]:
-    """Sums over many ranks in 8 bits of mantissa: from 64 ranks on."""
+    """Sums over 64 ranks or more lose precision in dtypes with 8 bits of mantissa or so."""
     narrow = [
         group
         for group in facts.groups
@@ -313,7 +313,7 @@ def _needless_backward_gathers(facts: ModelFacts) -> Iterator[Advice]:
 
 
 def _slow_links(facts: ModelFacts) -> Iterator[Advice]:
-    """Sharding over several nodes: what the backward gathers between them can stay inside of one."""
+    """When sharding spans several nodes, gathers of backward could stay inside of one."""
     size = facts.ranks_per_node
     again = [
         each

@@ -1,4 +1,4 @@
-"""`explain` and the `Explanation` that it returns: facts and advice, and how they are shown."""
+"""`explain`, and the `Explanation` that it returns: facts and advice, and how they are shown."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ def explain(model: nn.Module, *, ranks_per_node: int | None = None) -> Explanati
         >>> print(fsdp2.explain(model))
         >>> print(fsdp2.explain(model).details("blocks.3"))
 
-    Before the first step or after it (then in the order that it has shown), on meta or not. Every rank may call it, at
-    any time outside of forward and backward: nothing is communicated, and nothing of the model changes.
+    Call it before the first step or after it (then groups come in the order that was learned), on meta or not. Every
+    rank may call it at any time outside of forward and backward: it communicates nothing, and changes nothing.
 
     Args:
-        model: sharded, or containing sharded modules. If it is part of a larger model whose first forward is still to
-            come, it is described as if it were the outermost. A model that is not sharded is explained as such.
-        ranks_per_node: how many ranks share a node, by which bytes inside nodes and between nodes are told apart.
+        model: a sharded module, or one that contains sharded modules. If it is part of a larger model whose first
+            forward is still to come, it is described as if it were the outermost. A model that is not sharded is
+            explained as such.
+        ranks_per_node: how many ranks share a node, which tells bytes inside nodes from bytes between nodes.
             Default: the environment's ``LOCAL_WORLD_SIZE``, as torchrun sets it; else all ranks.
 
     Returns:
         An `Explanation`: ``str()`` of it is text.
 
     Raises:
-        FSDPTypeError: not a module, or ``ranks_per_node`` is no int.
+        FSDPTypeError: ``model`` is not a module, or ``ranks_per_node`` is no int.
         FSDPValueError: ``ranks_per_node`` is below 1.
         FSDPRuntimeError: the process groups that the model was sharded over have been destroyed.
     """
@@ -56,7 +57,7 @@ class Explanation:
     """What `explain` returns. ``print`` it; ``show()`` prints it in colours where `rich` is installed.
 
     Attributes:
-        facts: all that is known, as data.
+        facts: everything that is known, as data.
         advice: what is wrong, slow or wasteful, and what to call.
         config: the `ShardingConfig` that `auto_shard` was called with, as text; "" if there was none.
     """
@@ -67,7 +68,7 @@ class Explanation:
 
     @property
     def summary(self) -> str:
-        """One paragraph."""
+        """A summary in one paragraph."""
         return summary(self.facts)
 
     def __str__(self) -> str:
@@ -75,18 +76,18 @@ class Explanation:
 
     @property
     def _said(self) -> str:
-        """The config, to be put after a text."""
+        """The config, as lines to append to a text."""
         lines = [f"  {line}" for line in self.config.splitlines()]
         return "\n".join(["\n\nThe settings of its ShardingConfig:", *lines]) if lines else ""
 
     def details(self, name: str = "") -> str:
-        """All that is known of one group, as text.
+        """Describe one group in full, as text.
 
         Args:
-            name: of a group, of a parameter, or of a module inside of a group; without it, of the model's own group.
+            name: the name of a group, of a parameter, or of a module inside of a group; "": the model's own group.
 
         Raises:
-            FSDPValueError: there is no such name in any group.
+            FSDPValueError: no group has this name, nor anything with this name.
         """
         found = self._groups_of(name)
         if not found:
@@ -111,7 +112,7 @@ class Explanation:
         return json.dumps(made, indent=indent)
 
     def show(self, file: TextIO | None = None) -> None:
-        """Print it: in colours and with rules if `rich` is installed and ``file`` is a terminal, else as ``print``."""
+        """Print it: in colours and with rules if `rich` is installed and ``file`` is a terminal, else as plain text."""
         out = sys.stdout if file is None else file
         if not (out.isatty() and _show_in_colours(self, out)):
             print(self, file=out)
@@ -123,7 +124,7 @@ def _is_within(param: ParamFacts, name: str) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON knows, of nested dataclasses."""
+    """``value``, a nested dataclass, in types that JSON knows."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, (tuple, list)):
@@ -134,7 +135,7 @@ def _plain(value: Any) -> Any:
 
 
 def _show_in_colours(explanation: Explanation, file: TextIO) -> bool:
-    """Print by `rich`; False if that is not installed."""
+    """Print with `rich`; False if it is not installed."""
     try:
         from rich.console import Console  # type: ignore[import-not-found]
         from rich.table import Table  # type: ignore[import-not-found]

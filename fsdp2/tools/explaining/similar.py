@@ -1,4 +1,4 @@
-"""Groups that differ in the numbers of their names only, as the blocks of a model do: they are shown once."""
+"""Groups that differ only in the numbers of their names, as a model's blocks do: they are shown once."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class SimilarGroups:
     """Groups of equal parameters, in the order of the model.
 
     Attributes:
-        name: one for all of them, as ``blocks.0-11``.
-        groups: at least one.
-        sent_inside: bytes that a rank sends in a step inside its node, of all of them.
-        sent_between: the same, to other nodes.
+        name: one name for all of them, such as ``blocks.0-11``.
+        groups: the groups, at least one.
+        sent_inside: how many bytes a rank sends for all of them in a step, inside its node.
+        sent_between: how many bytes it sends for them to other nodes.
     """
 
     name: str
@@ -28,12 +28,12 @@ class SimilarGroups:
 
     @property
     def first(self) -> GroupFacts:
-        """One of them, for all."""
+        """The first group, which stands for all."""
         return self.groups[0]
 
 
 def similar_groups(facts: ModelFacts) -> tuple[SimilarGroups, ...]:
-    """All groups of ``facts``, those together that are alike."""
+    """All groups of ``facts``, with similar ones together."""
     found: dict[object, list[GroupFacts]] = {}
     for group in facts.groups:
         found.setdefault(_key(facts, group), []).append(group)

@@ -1,4 +1,4 @@
-"""An explanation as plain text: a paragraph, a table of groups, advice; and the details of one group."""
+"""An explanation as plain text: a paragraph, a table of groups, and advice; and the details of one group."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fsdp2.tools.quantities import shown_bytes, shown_count, shown_names, table
 WIDTH = 110
 
 GROUP_RIGHT = (3, 4, 8, 9)
-"""The columns of numbers in the table of groups."""
+"""The columns of the table of groups that hold numbers."""
 
 
 def wrapped(text: str, *, first: str = "", then: str = "") -> list[str]:
-    """``text`` in lines of `WIDTH`."""
+    """``text``, wrapped to lines of `WIDTH`."""
     return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=then, break_on_hyphens=False)
 
 
@@ -26,7 +26,7 @@ def wrapped(text: str, *, first: str = "", then: str = "") -> list[str]:
 
 
 def summary(facts: ModelFacts) -> str:
-    """What is sharded how, in one paragraph, for somebody who has not seen it before."""
+    """How the model is sharded, in one paragraph, for somebody who has not seen it before."""
     size = f"{facts.class_name} has {shown_count(facts.numel)} parameters, {shown_bytes(facts.nbytes)}."
     if not facts.groups:
         ranks = "this rank" if facts.world_size == 1 else f"each of {facts.world_size} ranks"
@@ -60,9 +60,10 @@ def _at_rest(facts: ModelFacts) -> str:
 
 
 def peak_unsharded_bytes(facts: ModelFacts) -> int:
-    """The most that is unsharded at a time, without staging buffers.
+    """The most bytes that are unsharded at a time, without staging buffers.
 
-    What stays from forward to backward; of the others one, those around it, and what is gathered ahead.
+    These are the groups that stay unsharded from forward to backward, and of the others one, those that contain it,
+    and what is gathered ahead.
     """
     stays = sum(group.unsharded_bytes for group in facts.groups if group.reshard_after_forward is False)
     passing = [group for group in facts.groups if group.reshard_after_forward is not False]
@@ -112,19 +113,19 @@ def _ordered(facts: ModelFacts) -> str:
 
 
 def groups_table(facts: ModelFacts) -> list[str]:
-    """All groups, those that are alike on one line."""
+    """The table of all groups, with similar ones on one line."""
     rows = [row_of(each, facts) for each in similar_groups(facts)]
     return table(group_headers(facts), rows, right=GROUP_RIGHT)
 
 
 def group_headers(facts: ModelFacts) -> list[str]:
-    """Of the table of groups."""
+    """The headers of the table of groups."""
     headers = ["group", "class", "parameters", "at rest", "unsharded", "dtypes", "over", "after forward"]
     return [*headers, "sent in a step"] if facts.nodes == 1 else [*headers, "sent inside node", "to other nodes"]
 
 
 def row_of(alike: SimilarGroups, facts: ModelFacts) -> list[str]:
-    """One line of the table, as cells."""
+    """One line of the table of groups, as cells."""
     group = alike.first
     times = f"{len(alike.groups)} x " if len(alike.groups) > 1 else ""
     sent = [shown_bytes(alike.sent_inside)] + ([] if facts.nodes == 1 else [shown_bytes(alike.sent_between)])
@@ -142,7 +143,7 @@ def row_of(alike: SimilarGroups, facts: ModelFacts) -> list[str]:
 
 
 def dtypes_of(group: GroupFacts) -> str:
-    """In which it rests, computes, and is reduced: ``fp32 > bf16 > fp32``; one if they are the same."""
+    """The dtypes in which a group is kept, computes, and is reduced: ``fp32 > bf16 > fp32``; one if they are equal."""
     stages = [
         [param.rests for param in group.params],
         [param.computes for param in group.params],
@@ -155,13 +156,13 @@ def dtypes_of(group: GroupFacts) -> str:
 
 
 def ranks_of(group: GroupFacts) -> str:
-    """``8``, or ``8 x 2 copies``."""
+    """The number of ranks that shard it, and of copies: ``8``, or ``8 x 2 copies``."""
     copies = f" x {group.replicate_size} copies" if group.replicate_size > 1 else ""
     return f"{group.shard_size}{copies}"
 
 
 def resharding_of(group: GroupFacts) -> str:
-    """What becomes of its unsharded parameters at the end of forward."""
+    """What becomes of the unsharded parameters of ``group`` at the end of forward."""
     if group.shard_size == 1:
         return "whole"
     if group.rests is not None:
@@ -177,7 +178,7 @@ TRAFFIC_RIGHT = (2, 3, 4, 5)
 
 
 def traffic_rows(facts: ModelFacts) -> list[list[str]]:
-    """One line for each kind of collective and each process group: how often in a step, and what one rank sends."""
+    """A line for each kind of collective and process group: how often it runs in a step, and what one rank sends."""
     found: dict[tuple[str, tuple[int, ...]], list[ExchangeFacts]] = {}
     for each in facts.exchanges:
         found.setdefault((each.kind, each.ranks), []).append(each)
@@ -193,7 +194,7 @@ def traffic_rows(facts: ModelFacts) -> list[list[str]]:
 
 
 def advice_lines(advice: Sequence[Advice]) -> list[str]:
-    """Numbered, each with what to call."""
+    """The advice, numbered, each with the call to make."""
     lines = []
     for number, each in enumerate(advice, 1):
         lines += wrapped(f"{number}. [{each.level}] {each.what}", then="   ")
@@ -203,7 +204,7 @@ def advice_lines(advice: Sequence[Advice]) -> list[str]:
 
 
 def plain_lines(facts: ModelFacts) -> list[str]:
-    """Parameters in no group."""
+    """Lines about parameters in no group."""
     lines = []
     for kept, what in ((facts.ignored, "ignored"), (facts.unsharded, "in no group")):
         if kept:
@@ -213,13 +214,13 @@ def plain_lines(facts: ModelFacts) -> list[str]:
 
 
 def _named(facts: ModelFacts) -> str:
-    """What `details` is called with: a group's name; nothing, where the model is the only group."""
+    """The argument of `details` for a named group, as code; "" if the model is the only group."""
     name = next((group.name for group in facts.groups if group.name), "")
     return f'"{name}"' if name else ""
 
 
 def overview(facts: ModelFacts, advice: Sequence[Advice]) -> str:
-    """All but the details."""
+    """Everything but the details of groups."""
     parts = ["\n".join(wrapped(summary(facts)))]
     if facts.groups:
         parts.append("\n".join(groups_table(facts)))
@@ -239,7 +240,7 @@ def overview(facts: ModelFacts, advice: Sequence[Advice]) -> str:
 
 
 def details(facts: ModelFacts, group: GroupFacts, params: Sequence[ParamFacts]) -> str:
-    """All that is known of a group, and of ``params`` of it."""
+    """Everything that is known of a group, and of ``params`` in it."""
     lines = [f"{group.title} ({group.class_name}), {', '.join(_traits(group))}", ""]
     lines += [f"  {name:<15} {value}" for name, value in properties_of(group)]
     lines += ["", *params_table(params), ""]
@@ -260,7 +261,7 @@ def _traits(group: GroupFacts) -> list[str]:
 
 
 def properties_of(group: GroupFacts) -> list[tuple[str, str]]:
-    """Names and values, in words."""
+    """The properties of a group: names and values, in words."""
     mesh = " x ".join(map(str, group.mesh)) or "-"
     found = [
         ("mesh", f"({mesh}) on {group.device}" + (f", {group.backend}" if group.backend else "")),
@@ -293,12 +294,12 @@ PARAM_HEADERS = (
 
 
 def params_table(params: Sequence[ParamFacts]) -> list[str]:
-    """One line for each."""
+    """The table of ``params``, a line for each."""
     return table(PARAM_HEADERS, map(param_row, params), right=(3,))
 
 
 def param_row(param: ParamFacts) -> list[str]:
-    """One line of the table, as cells."""
+    """One line of the table of parameters, as cells."""
     return [
         param.name,
         _shape(param.shape),
@@ -318,13 +319,13 @@ def _shape(shape: Sequence[int]) -> str:
 
 
 def placements_of(param: ParamFacts) -> str:
-    """``Shard(0)/dp=4, Shard(1)/tp=2``, without the axes over which it is replicated."""
+    """The placements of a parameter, without axes over which it is replicated: ``Shard(0)/dp=4, Shard(1)/tp=2``."""
     pairs = zip(param.placements, param.mesh, strict=True)
     return ", ".join(f"{each}/{axis}" for each, axis in pairs if each != "Replicate()") or "Replicate()"
 
 
 def reasons(params: Sequence[ParamFacts]) -> list[str]:
-    """Why parameters travel as they do, as sentences; equal reasons once."""
+    """Sentences on why parameters travel as they do; parameters with one reason share a sentence."""
     sentences = []
     for title, ways in (
         ("Gathered", [(param.gather, param.gather_reason, param) for param in params]),
@@ -350,12 +351,12 @@ EXCHANGE_RIGHT = (2, 3, 4, 5, 6, 7)
 
 
 def exchanges_table(exchanges: Sequence[ExchangeFacts]) -> list[str]:
-    """What one step exchanges."""
+    """The table of what one step exchanges."""
     return table(EXCHANGE_HEADERS, map(exchange_row, exchanges), right=EXCHANGE_RIGHT)
 
 
 def exchange_row(each: ExchangeFacts) -> list[str]:
-    """One line of the table, as cells."""
+    """One line of the table of exchanges, as cells."""
     return [
         each.during,
         each.kind,

@@ -1,6 +1,6 @@
-"""`facts_of`: all that is to be known of a sharded model, as frozen data: groups, parameters, memory, exchanges.
+"""`facts_of`: everything that is known of a sharded model, as frozen data: groups, parameters, memory, exchanges.
 
-What `fsdp2.explain` shows and `fsdp2.estimate` calculates with. Reading changes nothing and communicates nothing.
+`fsdp2.explain` shows these facts, and `fsdp2.estimate` calculates with them. Reading changes and communicates nothing.
 """
 
 from fsdp2.tools.facts.data import (

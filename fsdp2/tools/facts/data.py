@@ -1,4 +1,4 @@
-"""What `facts_of` says, as data. Sizes are in bytes, of this rank unless said otherwise."""
+"""The dataclasses that `facts_of` returns. Sizes are bytes of this rank, unless said otherwise."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ class ParamFacts:
     """One sharded parameter.
 
     Attributes:
-        name: below the model.
-        other_names: under which it is registered too, as tied weights are.
-        shape: of the whole.
-        local_shape: of what this rank keeps at rest.
+        name: its name below the model.
+        other_names: further names under which it is registered, as tied weights are.
+        shape: the shape of the full parameter.
+        local_shape: the shape of what this rank keeps at rest.
         rests: the dtype in which it is kept.
         computes: the dtype in which it is gathered, and in which modules compute.
-        reduces: the dtype in which its gradient is reduced; None of a frozen one.
-        placements: of the sharded DTensor, one for each axis of ``mesh``.
-        mesh: of that DTensor.
+        reduces: the dtype in which its gradient is reduced; None if it is frozen.
+        placements: the placements of the sharded DTensor, one for each axis of ``mesh``.
+        mesh: the mesh of that DTensor.
         dealt_out: what every rank keeps, in words: "2 rows per rank".
-        owner: the rank of the shard group that has all of it (`fsdp2.Owned`); None: it is dealt out.
-        is_trainable: it requires a gradient.
+        owner: the rank of the shard group that has all of it (`fsdp2.Owned`); None: all ranks have a part.
+        is_trainable: whether it requires a gradient.
         buffer: index into `GroupFacts.buffers` of the buffers that it lies in; None if it gathers itself.
-        local_bytes: that this rank keeps at rest, without padding.
-        unsharded_bytes: of what this rank computes with.
+        local_bytes: how many bytes this rank keeps at rest, without padding.
+        unsharded_bytes: the bytes that this rank computes with.
         gather: how it is gathered.
-        gather_reason: why so, as a clause.
-        reduce: how its gradient is reduced; "stays" of a frozen one.
-        reduce_reason: why so.
+        gather_reason: why it is gathered so, as a clause.
+        reduce: how its gradient is reduced; "stays" if it is frozen.
+        reduce_reason: why it is reduced so.
     """
 
     name: str
@@ -83,18 +83,18 @@ class ParamFacts:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole."""
+        """Elements of the full parameter."""
         return _product(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole, as it is kept at rest."""
+        """Bytes of the full parameter, in the dtype in which it is kept."""
         return self.numel * self.rests.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class PlainParamFacts:
-    """A parameter that belongs to no group: every rank keeps the whole, and nobody reduces its gradient."""
+    """A parameter that belongs to no group: every rank keeps all of it, and nobody reduces its gradient."""
 
     name: str
     shape: tuple[int, ...]
@@ -103,7 +103,7 @@ class PlainParamFacts:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of it."""
+        """Bytes of the parameter."""
         return _product(self.shape) * self.dtype.itemsize
 
 
@@ -112,10 +112,10 @@ class BufferFacts:
     """The parameters of one dtype in a group, which lie together.
 
     Attributes:
-        dtype: of the shards.
-        param_dtype: of the unsharded parameters.
-        shard_bytes: of the shard buffer, the same on every rank: at rest.
-        unsharded_bytes: of the unsharded buffer, while there is one.
+        dtype: the dtype of the shards.
+        param_dtype: the dtype of the unsharded parameters.
+        shard_bytes: bytes of the shard buffer at rest, the same on every rank.
+        unsharded_bytes: bytes of the unsharded buffer, while there is one.
     """
 
     dtype: torch.dtype
@@ -129,10 +129,10 @@ class GradientFacts:
     """The gradients of one group that are reduced in one dtype.
 
     Attributes:
-        dtype: in which they are reduced.
-        delivered_dtype: of ``.grad``; None if it differs by parameter or is not known before gradients arrive.
+        dtype: the dtype in which they are reduced.
+        delivered_dtype: the dtype of ``.grad``; None if parameters differ, or it is not known before gradients arrive.
         params: indices into `GroupFacts.params`.
-        delivered_bytes: of the flat buffer that ``.grad`` lies on between backward and ``zero_grad()``.
+        delivered_bytes: bytes of the flat buffer that ``.grad`` lies on between backward and ``zero_grad()``.
     """
 
     dtype: torch.dtype
@@ -143,11 +143,11 @@ class GradientFacts:
 
 @dataclass(frozen=True, slots=True)
 class RestFacts:
-    """Where parameters rest between forward and backward, if that is on fewer ranks than at other times.
+    """How parameters are sharded between forward and backward, if that is over fewer ranks than at other times.
 
     Attributes:
-        ranks: the neighbours, of the whole job.
-        nbytes: that this rank keeps for that time.
+        ranks: the ranks that share them, counted in the whole job.
+        nbytes: how many bytes this rank keeps for that time.
     """
 
     ranks: tuple[int, ...]
@@ -159,29 +159,30 @@ class GroupFacts:
     """The parameters of one `fully_shard` call on one mesh: they are gathered and reduced together.
 
     Attributes:
-        index: in `ModelFacts.groups`.
-        name: of the module that `fully_shard` was called on, below the model; "" of the model itself.
-        modules: all modules of the call, if it was called on a list; else that one.
-        class_name: of the first of them.
+        index: its index in `ModelFacts.groups`.
+        name: the name, below the model, of the module that `fully_shard` was called on; "" for the model itself.
+        modules: all modules of the call, if it was called on a list; else that module.
+        class_name: the class of the first module.
         shares_with: other sharded modules that use its parameters (tied weights).
-        is_root: its module is outermost, so that its parameters stay unsharded from forward to backward by default.
-        params: in the order of the group.
+        is_root: whether its module is outermost, so that its parameters stay unsharded from forward to backward by
+            default.
+        params: its parameters, in the order of the group.
         mesh: the axes of the data-parallel mesh.
-        shard_ranks: ranks of the whole job that hold the shards of one copy; one rank if nothing is sharded.
-        replicate_ranks: ranks that hold the same shard; one if there is one copy.
+        shard_ranks: the ranks of the whole job that hold the shards of one copy; one rank if nothing is sharded.
+        replicate_ranks: the ranks that hold the same shard; one rank if there is one copy.
         device: where this rank computes.
-        backend: of the process groups: "nccl", "gloo", ...
+        backend: the backend of its process groups: "nccl", "gloo", ...
         reshard_after_forward: whether the end of forward frees the unsharded parameters; an int: to how many ranks.
-        reshard_after_backward: whether the end of backward does; None: if it reduces.
-        strategy: the stage by name that this amounts to: "replicate", "zero1", "zero2", "zero3"; "" if to none.
+        reshard_after_backward: whether the end of backward frees them; None: if it reduces.
+        strategy: the strategy that this amounts to: "replicate", "zero1", "zero2", "zero3"; "" if to none.
         unshards_in_backward: whether backward needs the parameters.
-        offloads: what rests in host memory: of "parameters", "gradients", "optimizer_state", "gradient_sums".
+        offloads: what stays in host memory, of "parameters", "gradients", "optimizer_state", "gradient_sums".
         buffers: one for each pair of dtypes.
         gradients: one for each dtype of reduction.
-        rests: where parameters rest between forward and backward, if on fewer ranks.
+        rests: how parameters are sharded between forward and backward, if over fewer ranks.
         prefetches: the groups that are gathered after this one in forward, as the user has set; None: as learned.
-        settings: what else was set on it, by the names of `GroupSettings`.
-        is_exact: False if some bytes are not known: tensors that gather themselves, communication hooks.
+        settings: other settings of the user, by their names in `GroupSettings`.
+        is_exact: False if some bytes are not known: for tensors that gather themselves, and communication hooks.
     """
 
     index: int
@@ -210,12 +211,12 @@ class GroupFacts:
 
     @property
     def title(self) -> str:
-        """Its name, or that of the model's class."""
+        """Its name, or the class of the model."""
         return self.name or self.class_name
 
     @property
     def shard_size(self) -> int:
-        """Over how many ranks it is sharded."""
+        """How many ranks it is sharded over."""
         return len(self.shard_ranks)
 
     @property
@@ -225,22 +226,22 @@ class GroupFacts:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole parameters."""
+        """Elements of the full parameters."""
         return sum(param.numel for param in self.params)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole parameters, as they are kept at rest."""
+        """Bytes of the full parameters, in the dtypes in which they are kept."""
         return sum(param.nbytes for param in self.params)
 
     @property
     def local_bytes(self) -> int:
-        """Bytes of parameters that this rank keeps at rest, without padding."""
+        """Bytes of the parameters that this rank keeps at rest, without padding."""
         return sum(param.local_bytes for param in self.params)
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes at rest, padding included."""
+        """Bytes that this rank keeps at rest, padding included."""
         extended = sum(param.local_bytes for param in self.params if param.buffer is None)
         return extended + sum(buffer.shard_bytes for buffer in self.buffers)
 
@@ -258,19 +259,19 @@ class GroupFacts:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeFacts:
-    """What one group exchanges in one way in one step: one forward, one backward that reduces, one optimizer step.
+    """One kind of exchange of a group in one step: one forward, one backward that reduces, one optimizer step.
 
     Attributes:
         group: index into `ModelFacts.groups`.
-        during: the pass.
-        kind: of the collective.
-        ranks: of the process group, of the whole job.
-        times: how often in a step.
-        members: bytes of each collective, of one rank: of an all-gather what it gives, of a reduce-scatter what it
-            gets, of an all-reduce all of it. Several members are one launch on devices, one collective each on a CPU.
-        inside_bytes: what one rank sends in a step to ranks of its node. In a ring that goes through one node after
-            the other (on the average of its ranks), or where ranks exchange in pairs, as on gloo, this rank's.
-        between_bytes: the same, to ranks of other nodes.
+        during: the pass in which it happens.
+        kind: the kind of collective.
+        ranks: the ranks of the process group, counted in the whole job.
+        times: how often it happens in a step.
+        members: bytes of one rank in each collective: what it gives to an all-gather, what it gets of a reduce-scatter,
+            all of an all-reduce. Several members are one launch on devices, one collective each on a CPU.
+        inside_bytes: bytes that a rank sends in a step to ranks of its node: in a ring that goes through one node after
+            the other, on the average of its ranks; where ranks exchange in pairs, as on gloo, for this rank.
+        between_bytes: bytes that it sends likewise to ranks of other nodes.
         way: "ring" or "pairs".
     """
 
@@ -286,28 +287,28 @@ class ExchangeFacts:
 
     @property
     def part_bytes(self) -> int:
-        """Bytes of all members of one collective, of one rank."""
+        """Bytes of one rank in all members of one exchange."""
         return sum(self.members)
 
     @property
     def collectives(self) -> int:
-        """In a step, one for each member."""
+        """How many collectives there are in a step: one for each member."""
         return self.times * len(self.members)
 
     @property
     def sent_bytes(self) -> int:
-        """What one rank sends in a step."""
+        """Bytes that one rank sends in a step."""
         return self.inside_bytes + self.between_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class OrderFacts:
-    """In which order groups are gathered, by index.
+    """The order in which groups are gathered, as indices.
 
     Attributes:
-        is_learned: from the last step; else it is the order of the modules, which is a guess.
-        forward: of forward.
-        backward: of backward.
+        is_learned: whether it comes from the last step; else it is the order of the modules, which is a guess.
+        forward: the order in forward.
+        backward: the order in backward.
         prefetch_bytes: how much is gathered ahead; None: one module's parameters.
         backward_prefetch: when a module's backward gathers what comes next: "before", "after" or "never".
     """
@@ -324,17 +325,17 @@ class ModelFacts:
     """A model, sharded or not.
 
     Attributes:
-        class_name: of the model.
+        class_name: the class of the model.
         world_size: ranks of the whole job; 1 without a process group.
-        rank: of this process.
+        rank: the rank of this process.
         ranks_per_node: how many ranks share a node, as assumed for `ExchangeFacts`.
-        is_meta: some parameters have no memory yet.
+        is_meta: whether some parameters have no memory yet.
         roots: names of the outermost sharded modules.
-        groups: in the order of the modules.
+        groups: the groups, in the order of the modules.
         ignored: parameters that `fully_shard` was told to ignore.
         unsharded: other parameters that belong to no group.
-        order: of gathers.
-        exchanges: of one step.
+        order: the order of gathers.
+        exchanges: what one step exchanges.
     """
 
     class_name: str
@@ -356,7 +357,7 @@ class ModelFacts:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parameters, whole, as they are kept at rest."""
+        """Bytes of all parameters, unsharded, in the dtypes in which they are kept."""
         plain = (*self.ignored, *self.unsharded)
         return sum(group.nbytes for group in self.groups) + sum(each.nbytes for each in plain)
 
@@ -367,7 +368,7 @@ class ModelFacts:
         return sum(group.numel for group in self.groups) + sum(_product(each.shape) for each in plain)
 
     def exchanges_of(self, group: int) -> tuple[ExchangeFacts, ...]:
-        """Those of the group of this index."""
+        """The exchanges of the group with this index."""
         return tuple(each for each in self.exchanges if each.group == group)
 
 

@@ -1,11 +1,11 @@
-"""What a group exchanges in one step, and how much of it leaves a node: arithmetic on plans, and a count of visits.
+"""What a group exchanges in one step, and how much of it leaves a node: arithmetic on plans, and a walk of the step.
 
 [Note: bytes per link]
-A rank of W gives n bytes to an all-gather, and gets n bytes of a reduce-scatter: it sends (W - 1) n in either. Of an
-all-reduce of n bytes it sends 2 n (W - 1) / W. These are what the best algorithms for large messages send (Thakur,
-Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005). In a ring that goes
-through one node after the other, k of its W edges lead to another node if there are k > 1 nodes, and every edge carries
-the same. Where ranks exchange in pairs, as on gloo, each sends its part to every other rank.
+A rank of W gives n bytes to an all-gather, and gets n bytes of a reduce-scatter: it sends (W - 1) n in either. In an
+all-reduce of n bytes it sends 2 n (W - 1) / W. The best algorithms for large messages send this much (Thakur,
+Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005). If a ring goes through
+one node after the other, k of its W edges lead to another node if there are k > 1 nodes, and every edge carries the
+same. Where ranks exchange in pairs, as on gloo, each sends its part to every other rank.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Rests = Literal["whole", "sharded", "fewer"]
 
 @dataclass(frozen=True, slots=True)
 class PackedRow:
-    """What one rank sends of a gather, in bytes.
+    """What one rank sends in a gather, in bytes.
 
     Attributes:
-        nbytes: of the packed row; 0 if nothing is packed.
-        direct: of each parameter that travels by itself.
+        nbytes: bytes of the packed row; 0 if nothing is packed.
+        direct: bytes of each parameter that travels by itself.
     """
 
     nbytes: int
@@ -37,14 +37,14 @@ class PackedRow:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Of each collective."""
+        """Bytes of each collective."""
         return ((self.nbytes,) if self.nbytes else ()) + self.direct
 
 
 def row_of(layouts: Sequence[tuple[BufferLayout, int]], extended_bytes: int = 0) -> PackedRow:
-    """What a rank sends of buffers, each with the bytes of an element on the wire.
+    """What a rank sends of several buffers, given as layouts with the bytes of an element on the wire.
 
-    ``extended_bytes``: of tensors that gather themselves.
+    ``extended_bytes``: what it sends of tensors that gather themselves.
     """
     packed = [layout.packed_numel * itemsize for layout, itemsize in layouts if layout.packed_numel]
     _, nbytes = joined_row(packed)
@@ -60,7 +60,7 @@ def row_of(layouts: Sequence[tuple[BufferLayout, int]], extended_bytes: int = 0)
 
 
 def members_of_reduction(plan: ReducePlan) -> tuple[int, ...]:
-    """Bytes that one rank gets of each collective of a reduce-scatter."""
+    """Bytes that one rank gets from each collective of a reduce-scatter."""
     layout = plan.layout
     direct = [slot.shard_numel * plan.sent.itemsize for slot in layout.carried if slot.direct and slot.shard_numel]
     return (layout.packed_numel * plan.dtype.itemsize, *direct)
@@ -68,7 +68,7 @@ def members_of_reduction(plan: ReducePlan) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Gathers:
-    """How often a group is gathered in one step: from its shards, and from where it rests on fewer ranks."""
+    """How often a group is gathered in one step: from its shards, and from those that it has after forward."""
 
     forward: int = 0
     forward_from_fewer: int = 0
@@ -77,10 +77,10 @@ class Gathers:
 
 
 class Visits:
-    """Follows one group through a step: who needs it, in which order, and whether it is there then.
+    """Follows one group through a step: which states need it, in which order, and whether it is unsharded then.
 
     Args:
-        frees: of a state, whether the end of its forward frees the parameters.
+        frees: for each state, whether the end of its forward frees the parameters.
     """
 
     def __init__(self, group: FSDPParamGroup, frees: dict[FSDPState, bool]) -> None:
@@ -89,7 +89,7 @@ class Visits:
         self._is_free_at: Rests = "sharded" if group.storage.post_forward is None else "fewer"
 
     def count(self, forward: Sequence[FSDPState], backward: Sequence[FSDPState]) -> Gathers:
-        """How often it is gathered if ``forward`` and ``backward`` come to states in these orders."""
+        """How often the group is gathered if ``forward`` and ``backward`` come to states in these orders."""
         stands: Rests = "sharded"
         counts = {"forward": 0, "forward fewer": 0, "backward": 0, "backward fewer": 0}
         for state in self._outermost(forward):
@@ -104,7 +104,7 @@ class Visits:
         return Gathers(*counts.values())
 
     def _outermost(self, states: Sequence[FSDPState]) -> list[FSDPState]:
-        """Those that need the group and do not run inside of another that does, and so finds it there."""
+        """The states that need the group. One that runs inside of another finds it unsharded, and does not count."""
         users = [state for state in states if self._group in state.unit]
         if len(users) < 2:
             return users
@@ -136,11 +136,11 @@ def sent(
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """What decides which way exchanges go.
+    """What decides which bytes of an exchange leave a node.
 
     Attributes:
-        rank: of this process.
-        ranks_per_node: how many share a node.
+        rank: the rank of this process.
+        ranks_per_node: how many ranks share a node.
     """
 
     rank: int
@@ -156,7 +156,7 @@ class Links:
         members: tuple[int, ...],
         way: Literal["ring", "pairs"],
     ) -> ExchangeFacts:
-        """``times`` collectives of ``members`` in a step."""
+        """The facts of ``times`` collectives of ``members`` in a step."""
         part_bytes = times * sum(members)
         inside, between = sent(kind, part_bytes, ranks, self.rank, self.ranks_per_node, way)
         return ExchangeFacts(group, during, kind, ranks, times, members, inside, between, way)

@@ -1,4 +1,4 @@
-"""From an `FSDPParam` and the plans of its group to `ParamFacts`: where it lies, how it travels, and why so."""
+"""Makes `ParamFacts` of an `FSDPParam` and the plans of its group: where it lies, how it travels, and why."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class PlansOfGroup:
 
     Attributes:
         group: the group.
-        gathers: one plan for each pair of dtypes; all packed, where a custom all-gather asks for that.
-        reduces: one for each dtype of reduction, of what is trainable now.
+        gathers: one plan for each pair of dtypes; all packed, if a custom all-gather asks for that.
+        reduces: one plan for each dtype of reduction, with the parameters that are trainable now.
     """
 
     group: FSDPParamGroup
@@ -40,22 +40,22 @@ class PlansOfGroup:
 
     @classmethod
     def of(cls, group: FSDPParamGroup) -> PlansOfGroup:
-        """Those of ``group``, whether it is prepared or not."""
+        """The plans of ``group``, whether it is prepared or not."""
         return cls(group, group.storage.plans, group.reducer.plans_of(group.params))
 
     def layout(self, plan: GatherPlan) -> BufferLayout:
-        """Of ``plan``, as it is gathered."""
+        """The layout in which ``plan`` is gathered."""
         return plan.layout.all_packed() if self.group.settings.packs_gathers else plan.layout
 
     def gather_of(self, index: int) -> tuple[int, GatherPlan, Slot] | None:
-        """The buffer, its plan, and the place of the parameter of this index; None if it gathers itself."""
+        """The buffer, the plan and the slot of the parameter with this index; None if it gathers itself."""
         for number, plan in enumerate(self.gathers):
             if index in plan.params:
                 return number, plan, self.layout(plan).slots[plan.params.index(index)]
         return None
 
     def reduce_of(self, index: int) -> tuple[ReducePlan, Any] | None:
-        """The plan of the reduction, and the place of the gradient; None if it is frozen."""
+        """The plan of the reduction and the slot of the gradient; None if the parameter is frozen."""
         for plan in self.reduces:
             if index in plan.params:
                 return plan, plan.layout.slots[plan.params.index(index)]
@@ -63,13 +63,13 @@ class PlansOfGroup:
 
 
 def names_of(param: FSDPParam, paths: Mapping[nn.Module, str]) -> tuple[str, ...]:
-    """Under which names it is registered below the model; its own if it is not."""
+    """The names under which ``param`` is registered below the model; its own path if it is not."""
     names = [f"{paths[module]}.{name}" if paths[module] else name for module, name in param.uses if module in paths]
     return tuple(names) or (param.path,)
 
 
 def param_facts(plans: PlansOfGroup, index: int, paths: Mapping[nn.Module, str]) -> ParamFacts:
-    """Of the parameter of this index in the group."""
+    """The facts of the parameter with this index in the group."""
     param = plans.group.params[index]
     sharding = param.sharding
     partition, world_size = sharding.partition, sharding.mesh.shard_size
@@ -163,7 +163,7 @@ def _refused_alone(param: FSDPParam, plan: ReducePlan, device: torch.device) -> 
 
 
 def extended_row_bytes(group: FSDPParamGroup, indices: Sequence[int]) -> int:
-    """About what a rank sends of the parameters that gather themselves: their values in the dtype they compute in."""
+    """About how many bytes a rank sends of parameters that gather themselves: as many as their values take."""
     total = 0
     for param in [group.params[index] for index in indices]:
         partition = param.sharding.partition

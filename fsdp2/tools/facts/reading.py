@@ -1,4 +1,4 @@
-"""`facts_of`: reads a model's states, groups and plans. Changes nothing; not even lazy initialization is begun."""
+"""`facts_of`: reads a model's states, groups and plans. It changes nothing, and starts no lazy initialization."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
 
 
 def facts_of(model: nn.Module, *, ranks_per_node: int | None = None) -> ModelFacts:
-    """All that is known of ``model`` and of how it is sharded, as frozen data.
+    """Everything that is known of ``model`` and of how it is sharded, as frozen data.
 
-    Before the first step or after it, on meta or not, with any backend, also torch's fake one. Every rank may call it,
-    at any time outside of forward and backward: nothing is communicated and nothing of the model changes. A model that
-    is not sharded has no groups.
+    Call it before the first step or after it, on meta or not, with any backend, also torch's fake one. Every rank may
+    call it at any time outside of forward and backward: it communicates nothing, and changes nothing. A model that is
+    not sharded has no groups.
 
     Args:
-        model: sharded, or containing sharded modules; also in its compiled form. If it is itself part of a larger
-            model whose first forward is still to come, it is described as if it were the outermost.
-        ranks_per_node: how many ranks share a node, by which links are told apart. Default: the environment's
+        model: a sharded module, or one that contains sharded modules; also in its compiled form. If it is itself part
+            of a larger model whose first forward is still to come, it is described as if it were the outermost.
+        ranks_per_node: how many ranks share a node, which tells links apart. Default: the environment's
             ``LOCAL_WORLD_SIZE``, as torchrun sets it; else all ranks.
 
     Raises:
-        FSDPTypeError: not a module, or not a number.
+        FSDPTypeError: ``model`` is not a module, or ``ranks_per_node`` is no int.
         FSDPValueError: ``ranks_per_node`` is below 1, or the environment's is no number.
         FSDPRuntimeError: the process groups that the model was sharded over have been destroyed.
     """
@@ -85,8 +85,8 @@ class _Reader:
     """Reads one model.
 
     Attributes:
-        states: of all sharded modules, in the order of the modules.
-        groups: theirs, each once.
+        states: the states of all sharded modules, in the order of the modules.
+        groups: their groups, each once.
         paths: the names of all modules.
     """
 
@@ -103,7 +103,7 @@ class _Reader:
         self._forward, self._backward, self._is_learned = self._orders()
 
     def read(self) -> ModelFacts:
-        """All of it."""
+        """Read everything."""
         for group in self.groups:
             _refuse_destroyed(group)
         plans = [PlansOfGroup.of(group) for group in self.groups]
@@ -127,7 +127,7 @@ class _Reader:
     # -- whose modules these are
 
     def _find_roots(self) -> list[FSDPState]:
-        """The outermost sharded modules; those that belong to a root above the model are none."""
+        """The outermost sharded modules, without those that belong to a root above the model."""
         outermost: dict[FSDPState, None] = {}
 
         def visit(module: nn.Module) -> None:
@@ -145,20 +145,20 @@ class _Reader:
         return self.paths.get(state.modules[0], state.name)
 
     def _names(self, units: tuple[Unit, ...] | None) -> tuple[str, ...] | None:
-        if not isinstance(units, tuple):  # of a copy: not looked up yet
+        if not isinstance(units, tuple):  # in a copy of a model they are not looked up yet
             return None
         titles = [self._name(group.sharers[0]) or group.name for unit in units for group in unit if group.sharers]
         return tuple(dict.fromkeys(titles))
 
     def _frees(self, state: FSDPState) -> bool:
-        """Whether the end of its forward frees its parameters, if a backward may follow."""
+        """Whether the end of the forward of ``state`` frees its parameters, if a backward may follow."""
         asked = state.reshard_after_forward
         return state not in self._roots if asked is None else asked
 
     # -- orders
 
     def _orders(self) -> tuple[list[FSDPState], list[FSDPState], bool]:
-        """In which order forward and backward come to the states, and whether that is known."""
+        """The orders in which forward and backward come to the states, and whether they were learned."""
         roots = [state.own_root for state in self._roots]
         if roots and all(root is not None and root.learned.forward for root in roots):
             by_unit = {id(state.unit): state for state in self.states}
@@ -168,6 +168,7 @@ class _Reader:
                 for way in (0, 1)
             )
             return forward, backward, True
+        # A guess: backward comes to the last child first, and to a module before its children.
         backward_states: dict[FSDPState, None] = {}
 
         def visit(module: nn.Module) -> None:
@@ -273,13 +274,13 @@ class _Reader:
             yield exchange(index, "backward", "all-reduce", ranks, 1, members, _way(group, mesh.replicate_group))
 
     def _is_reached(self, group: FSDPParamGroup) -> bool:
-        """Whether a backward comes to it, as far as is known."""
+        """Whether a backward comes to ``group``, as far as is known."""
         return not self._is_learned or any(group in state.unit for state in self._forward)
 
     # -- what is in no group
 
     def _plain_parameters(self) -> tuple[tuple[PlainParamFacts, ...], tuple[PlainParamFacts, ...]]:
-        """Those that were to be ignored, and the others."""
+        """Parameters that were to be ignored, and others that belong to no group."""
         owned = {(id(module), name) for group in self.groups for param in group.params for module, name in param.uses}
         ignored = {id(parameter) for state in self.states for parameter in state.ignored_params}
         found: dict[int, PlainParamFacts] = {}
@@ -296,7 +297,7 @@ class _Reader:
 
 
 def _resting_layouts(plans: PlansOfGroup, size: int) -> list[tuple[BufferLayout, int]]:
-    """Where parameters rest on ``size`` ranks, and the bytes of an element."""
+    """Layouts over ``size`` ranks between forward and backward, each with the bytes of an element."""
     itemsizes = [plan.param_dtype.itemsize for plan in plans.gathers]
     layouts = [
         layout_over(plan.layout, size, itemsize) for plan, itemsize in zip(plans.gathers, itemsizes, strict=True)
@@ -366,7 +367,7 @@ def _buffers(plans: PlansOfGroup) -> tuple[BufferFacts, ...]:
 
 
 def _lies_in_place(group: FSDPParamGroup, plan: GatherPlan) -> bool:
-    """Whether unsharded parameters take no memory, for this rank has all of them."""
+    """Whether unsharded parameters take no memory, as this rank has all of them."""
     return is_alone(group.mesh.shard_group) and group.storage.could_lie_in_place(plan)
 
 
@@ -383,7 +384,7 @@ def _gradients(group: FSDPParamGroup, plan: ReducePlan) -> GradientFacts:
 
 
 def _delivered_bytes(group: FSDPParamGroup, plan: ReducePlan, delivered: torch.dtype | None) -> int:
-    """Of one flat buffer; where dtypes differ, of what was reduced and of a copy of each gradient of another dtype."""
+    """Bytes of the reduced gradients' flat buffer; and, if dtypes differ, of copies of gradients in other dtypes."""
     if delivered is not None:
         return plan.layout.numel * delivered.itemsize
     copies = 0

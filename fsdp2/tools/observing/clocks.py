@@ -1,7 +1,8 @@
-"""Clocks: when something happens, on the host or on a stream of a device, in seconds of `time.perf_counter`.
+"""Clocks: the time of something that happens on the host or on a device's stream, in seconds of `time.perf_counter`.
 
-A `Clock` is asked for a mark while the program runs, and for its time once that is known. Marks of a stream are events
-with timing, which the device reaches later than the host records them; so nothing waits for them until they are read.
+A `Clock` is asked for a mark while the program runs, and for the mark's time once that is known. Marks of a stream are
+events with timing, which the device reaches later than the host records them; nothing waits for them before they are
+read.
 """
 
 from __future__ import annotations
@@ -20,42 +21,42 @@ class Clock(Protocol):
     """How time is taken on one device."""
 
     def mark(self, stream: Any) -> Any:
-        """A mark at the present end of ``stream``; None: where the caller computes."""
+        """A mark at the present end of ``stream``; None: of the stream on which the caller computes."""
 
     def settle(self) -> None:
         """Block the host until all marks have been reached."""
 
     def seconds(self, mark: Any) -> float:
-        """When ``mark`` was reached, on the scale of `time.perf_counter`. After `settle`."""
+        """The time at which ``mark`` was reached, as `time.perf_counter` counts. Call `settle` before."""
 
     def between(self, begin: Any, end: Any) -> float:
-        """Seconds from one mark to the other, as exact after a day as at first. After `settle`."""
+        """The seconds from one mark to the other, as exact after a day as at first. Call `settle` before."""
 
 
 class HostClock:
-    """Without streams: what happens, happens when the host comes to it."""
+    """The clock of devices without streams: things happen when the host comes to them."""
 
     def mark(self, stream: Any) -> float:
-        """Now."""
+        """The present time."""
         return time.perf_counter()
 
     def settle(self) -> None:
-        """There is nothing to wait for."""
+        """Do nothing, as every mark has been reached."""
 
     def seconds(self, mark: float) -> float:
-        """It is the time already."""
+        """The mark itself, which is a time."""
         return mark
 
     def between(self, begin: float, end: float) -> float:
-        """The difference."""
+        """The difference of the two marks."""
         return end - begin
 
 
 class StreamClock:
-    """CUDA and devices like it: events with timing, compared with one that was recorded when the clock was made."""
+    """For CUDA and devices like it: events with timing, compared with one that was recorded when the clock was made."""
 
     def __init__(self, device: torch.device) -> None:
-        """Synchronizes ``device``, once, so that its time can be compared with the host's."""
+        """Synchronize ``device`` once, so that its time can be compared with the host's."""
         self._device = device
         self._module = torch.get_device_module(device)
         self._module.synchronize(device)
@@ -87,11 +88,11 @@ class StreamClock:
         self._module.synchronize(self._device)
 
     def seconds(self, mark: Any) -> float:
-        """By the device's own clock: to half a microsecond or so, later to the seven digits of what it tells."""
+        """The time by the device's clock, to about half a microsecond; later to the seven digits that it returns."""
         return self._began + float(self._origin.elapsed_time(mark)) / 1e3
 
     def between(self, begin: Any, end: Any) -> float:
-        """The device compares the two."""
+        """The seconds between two marks, as the device compares them."""
         return float(begin.elapsed_time(end)) / 1e3
 
 
@@ -99,9 +100,9 @@ CLOCKS: dict[type, Callable[[Device, torch.device], Clock]] = {
     HostDevice: lambda through, device: HostClock(),
     StreamDevice: lambda through, device: StreamClock(device),
 }
-"""A port: by the type of the engine's `Device`. Tests put devices with clocks of their own here."""
+"""A port: what makes a clock for each type of the engine's `Device`. Tests add devices with clocks of their own."""
 
 
 def clock_for(through: Device, device: torch.device) -> Clock:
-    """A clock of ``device``, which the engine reaches ``through`` that. One of streams synchronizes it, once."""
+    """A clock of ``device``, which the engine reaches ``through`` a `Device`. With streams it synchronizes it once."""
     return CLOCKS[type(through)](through, device)

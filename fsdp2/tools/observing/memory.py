@@ -1,4 +1,4 @@
-"""How much memory this process has had."""
+"""How much memory this process has used."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most that this process has had: of the allocator of ``device``; on CPU what was resident, ever."""
+    """The most bytes that this process has used: of the allocator of ``device``; on CPU, what was ever resident."""
     if device.type != "cpu":
         reads = getattr(torch.get_device_module(device), "max_memory_allocated", None)
         return int(reads(device)) if reads is not None else 0

@@ -1,8 +1,8 @@
-"""`Observation`: what a model's groups exchange and wait for, and when its modules run, told to a `Listener`.
+"""`Observation`: tells a `Listener` what a model's groups exchange and wait for, and when its modules run.
 
-Owns the `Taps` on the states, roots, groups, reducers, transports and communication contexts of some models, and the
-knowledge of what belongs together: which wait is for which exchange of which group. Takes no time and keeps no tensor,
-no gradient and no exchange: of what is in flight it remembers identities.
+It owns the `Taps` on the states, roots, groups, reducers, transports and communication contexts of some models, and
+knows what belongs together: which wait is for which exchange of which group. It takes no time, and keeps no tensor, no
+gradient and no exchange: of what is in flight it remembers identities.
 
 The order in which a step is told, for a group ``blocks.0`` that is gathered ahead::
 
@@ -41,11 +41,11 @@ TAPPED: dict[str, tuple[str, ...]] = {
     "GradientReducer": ("reduce",),
     "Transport": ("all_gather", "reduce_scatter", "all_reduce"),
 }
-"""The methods of the engine that are tapped, by class: all that this file relies on."""
+"""The methods of the engine that are tapped, by class. This file relies on no others."""
 
 
 class Kind(enum.Enum):
-    """What an exchange is."""
+    """The kind of an exchange."""
 
     GATHER = "all-gather"
     REDUCE_SCATTER = "reduce-scatter"
@@ -53,7 +53,7 @@ class Kind(enum.Enum):
 
 
 class Activity(enum.Enum):
-    """What a rank does where it computes."""
+    """What a rank does on the stream where it computes."""
 
     FORWARD = "forward"
     RECOMPUTE = "recompute"
@@ -67,16 +67,16 @@ class Exchange:
     """One call of a transport.
 
     Attributes:
-        kind: what it is.
-        group: name of the group whose parameters or gradients travel.
-        number: of this observation, from 0.
-        nbytes: of the whole: what an all-gather fills, what a reduce-scatter or all-reduce takes.
-        sent_bytes: what each rank must send at the least: (n - 1) / n of these over n ranks, twice that for an
+        kind: its kind.
+        group: the name of the group whose parameters or gradients travel.
+        number: its number in this observation, from 0.
+        nbytes: bytes of all ranks together: what an all-gather fills, what a reduce-scatter or all-reduce takes.
+        sent_bytes: what each rank must send at least: (n - 1) / n of ``nbytes`` over n ranks, twice that for an
             all-reduce.
         collectives: how many buffers it carries: calls of a collective, unless the backend coalesces them.
-        for_backward: of a gather, whether a backward needs it; of a reduction always.
-        ahead: of a gather, whether it was issued before its module was come to.
-        ranks: how many take part.
+        for_backward: whether a backward needs a gather; always True for a reduction.
+        ahead: whether a gather was issued before its module was needed.
+        ranks: how many ranks take part.
     """
 
     kind: Kind
@@ -91,7 +91,7 @@ class Exchange:
 
 
 class Listener:
-    """What is told. All methods do nothing here; those that matter are overridden."""
+    """What is told to listeners. All methods do nothing here; subclasses override those that they need."""
 
     def begin_step(self, root: FSDPRoot) -> None:
         """The forward of a root begins."""
@@ -103,41 +103,42 @@ class Listener:
         """The module or group ``name`` begins to do ``activity``."""
 
     def close(self, activity: Activity, name: str, device: Device) -> None:
-        """It has ended; also if it never began."""
+        """The module or group has ended it. This may come although it never began."""
 
     def begin_exchange(self, exchange: Exchange, device: Device) -> None:
-        """It is about to be issued, on the current stream."""
+        """An exchange is about to be issued, on the current stream."""
 
     def issued(self, exchange: Exchange, device: Device, *, is_over: bool) -> None:
-        """It was issued. ``is_over``: nothing of it is left to wait for, on the host (without streams)."""
+        """The exchange was issued. ``is_over``: nothing of it is left to wait for on the host (without streams)."""
 
     def begin_wait(self, group: str, kind: Kind, device: Device) -> None:
         """The current stream (without streams the host) is about to wait for exchanges of ``group``."""
 
     def end_wait(self, group: str, kind: Kind, device: Device) -> None:
-        """It goes on."""
+        """The wait is over."""
 
     def end_exchange(self, exchange: Exchange, device: Device) -> None:
-        """It was waited for."""
+        """The exchange was waited for."""
 
     def hold(self, group: str, unsharded_bytes: int, staged_bytes: int, device: Device) -> None:
-        """So much memory the group has now for unsharded parameters, and for what is gathered into before."""
+        """The group's memory now: of unsharded parameters, and of the buffers that are gathered into first."""
 
 
 class Observation:
-    """Lets a listener know what happens to ``models`` until `end`.
+    """Tells a listener what happens to ``models``, until `end`.
 
     Attributes:
-        models: what is observed, uncompiled.
-        listener: who is told.
-        devices: those that roots compute on, and how the engine reaches them, by identity; none before a first forward.
-        groups: of the models, in the order of their modules, by name.
+        models: the models, uncompiled.
+        listener: the listener.
+        devices: the devices that roots compute on, with how the engine reaches each, by the identity of that; empty
+            before a first forward.
+        groups: the groups of the models by name, in the order of their modules.
     """
 
     def __init__(
         self, models: Sequence[nn.Module], listener: Listener, function: str, *, only_exchanges: bool = False
     ) -> None:
-        """``function``: that the user has called, for messages. ``only_exchanges``: tell of these and of waits alone.
+        """``function``: what the user has called, for messages. ``only_exchanges``: tell only of exchanges and waits.
 
         Raises:
             FSDPValueError: nothing in one of ``models`` is sharded.
@@ -151,7 +152,7 @@ class Observation:
         self._handles: list[RemovableHandle] = []
         self._prefixes = _prefixes(self.models)
         self._names: dict[int, str] = {}
-        self._held: list[Any] = []  # whose identities are keys
+        self._held: list[Any] = []  # kept alive, as their identities are keys
         self._number = 0
         self._ahead = False
         self._issuing: _Issuing | None = None
@@ -164,7 +165,7 @@ class Observation:
     # -- beginning and end
 
     def begin(self, *, sees_optimizers: bool = True) -> None:
-        """Begin to listen. (Not to optimizers: nothing outside of the models then refers to this.)"""
+        """Begin to listen; to optimizers only if asked, as their global hooks would keep this object alive."""
         try:
             self._begin(sees_optimizers)
         except BaseException:
@@ -188,14 +189,14 @@ class Observation:
             ]
 
     def end(self) -> None:
-        """Listen no more; the engine is as it was."""
+        """Stop listening. The engine is as it was before."""
         self._taps.remove()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def refresh(self) -> None:
-        """Find out how groups are called by now: below a root they have other names than before it formed."""
+        """Look up the names of groups: they change when a root forms above them."""
         self._names.clear()
         self._held.clear()
         self.groups.clear()
@@ -209,12 +210,12 @@ class Observation:
                 self._names[id(state)] = prefix + state.name
 
     def roots(self) -> list[FSDPRoot]:
-        """Those that have formed."""
+        """The roots that have formed."""
         found = [state.root for model in self.models for state in states_below(model)]
         return list(dict.fromkeys(root for root in found if root is not None))
 
     def name_of(self, one: FSDPParamGroup | FSDPState) -> str:
-        """Of a group or state, with the model's before it if there are several."""
+        """The name of a group or state, with the model's name before it if there are several models."""
         known = self._names.get(id(one))
         if known is None:
             self.refresh()
@@ -225,7 +226,7 @@ class Observation:
 
     def _observe_state(self, state: FSDPState) -> None:
         if self._only_exchanges and state.root is not None:
-            self._taps.forget(state)  # which was to tell when the root forms
+            self._taps.forget(state)  # its tap was there only to notice that a root forms
             return
         self._taps.place(state, "on_real_parameters", functools.partial(_around_action, self, state))
         self._taps.place(state, "forward_failed", functools.partial(_around_failure, self, state))
@@ -233,7 +234,7 @@ class Observation:
             self._observe_group(group)
 
     def observe_root(self, root: FSDPRoot) -> None:
-        """A root has formed, or is about to run: listen to it, and to all that is new below it."""
+        """Listen to a root that has formed, or is about to run, and to everything that is new below it."""
         place = self._taps.place
         place(root, "begin_forward", functools.partial(_around_forward, self, root))
         if not self._only_exchanges:
@@ -302,7 +303,7 @@ class Observation:
 
 @dataclass(slots=True)
 class _Issuing:
-    """A gather that is being issued."""
+    """A gather that is being issued, with its exchanges so far."""
 
     for_backward: bool
     ahead: bool
@@ -311,7 +312,7 @@ class _Issuing:
 
 @dataclass(slots=True)
 class _InFlight:
-    """What a wait is for."""
+    """The exchanges that a wait is for."""
 
     group: FSDPParamGroup
     kind: Kind
@@ -329,10 +330,10 @@ def _prefixes(models: Sequence[nn.Module]) -> list[str]:
 
 
 def refuse_unsharded(model: nn.Module, function: str) -> None:
-    """Refuse a model that there is nothing to observe of.
+    """Refuse a model in which there is nothing to observe.
 
     Raises:
-        FSDPValueError: nothing in it is sharded.
+        FSDPValueError: nothing in ``model`` is sharded.
     """
     if not states_below(model):
         raise FSDPValueError(
@@ -342,14 +343,14 @@ def refuse_unsharded(model: nn.Module, function: str) -> None:
 
 
 def class_name(model: nn.Module) -> str:
-    """Of ``model``, uncompiled, as its user calls it."""
+    """The class of ``model`` as its user knows it, not compiled and not sharded."""
     model = getattr(model, "_orig_mod", model)
     state = state_of(model)
     return type(model).__name__ if state is None else state.class_name
 
 
 def _bytes_of(kind: Kind, members: Sequence[Any], ranks: int) -> tuple[int, int]:
-    """Of the whole, and what each rank sends at the least."""
+    """The bytes of all ranks together, and what each rank must send at least."""
     if kind is Kind.ALL_REDUCE:
         nbytes = sum(each.nbytes for each in members)
         return nbytes, 2 * nbytes * (ranks - 1) // ranks
@@ -362,7 +363,7 @@ def _bytes_of(kind: Kind, members: Sequence[Any], ranks: int) -> tuple[int, int]
 
 
 def bytes_held(group: FSDPParamGroup) -> tuple[int, int]:
-    """The memory that ``group`` has now for unsharded parameters, and beside it for what is being gathered."""
+    """The memory of ``group`` now: of unsharded parameters, and of buffers that are being gathered into."""
     storage = group.storage
     unsharded = sum(each.unsharded.nbytes for each in storage.buffers if each.unsharded.has_memory)
     gathers = [each for each in (storage.gather, storage.gather_from_rests) if each is not None]
@@ -370,12 +371,12 @@ def bytes_held(group: FSDPParamGroup) -> tuple[int, int]:
 
 
 def observations_of(group: FSDPParamGroup) -> list[Observation]:
-    """Those that listen to ``group`` now."""
+    """The observations that listen to ``group`` now."""
     tap = group.__dict__.get("_issue_all_gather")
     return [each.args[0] for each in tap.arounds] if isinstance(tap, Tap) else []
 
 
-# What runs around the engine's methods. Functions, as a bound method would be made anew for each comparison.
+# Functions that run around the engine's methods. They are no bound methods, which would be new objects at each access.
 
 
 def _around_action(seen: Observation, state: FSDPState, call: Callable[..., None], action: Any, *args: Any) -> None:
@@ -412,7 +413,7 @@ def _around_failure(seen: Observation, state: FSDPState, call: Callable[..., Non
 
 
 def _around_forward(seen: Observation, root: FSDPRoot, call: Callable[[], None]) -> None:
-    seen.observe_root(root)  # what was added since, and another context that it may share
+    seen.observe_root(root)  # modules may have been added since, and it may share another communication context now
     seen.listener.begin_step(root)
     call()
 
@@ -468,7 +469,7 @@ def _around_exchange(
     try:
         call(members, *args)
     except BaseException:
-        listener.issued(told, device, is_over=True)  # nobody waits for it any more
+        listener.issued(told, device, is_over=True)  # nobody will wait for it
         raise
     is_over = not device.has_streams and (works is None or len(works) == begun)
     listener.issued(told, device, is_over=is_over)
@@ -526,10 +527,10 @@ def _around_reduce(seen: Observation, group: FSDPParamGroup, call: Callable[...,
 def _around_pending(seen: Observation, call: Callable[..., None], pending: Any) -> None:
     group = seen._reducing
     if group is not None:
-        seen._observe_transport(group.reducer._transport, group)  # which may have been laid out anew just now
+        seen._observe_transport(group.reducer._transport, group)  # it may be new, as the group was just laid out anew
         last = seen._in_flight.get(seen._pending.get(id(group), -1))
         if last is not None and last.group is group and last.kind is not Kind.GATHER:
-            del seen._in_flight[seen._pending[id(group)]]  # it has ended, or was given up
+            del seen._in_flight[seen._pending[id(group)]]  # the reduction before has ended, or was given up
         seen._in_flight[id(pending)] = _InFlight(group, Kind.REDUCE_SCATTER, [])
         seen._pending[id(group)] = id(pending)
     call(pending)
@@ -542,7 +543,7 @@ def _around_wait(seen: Observation, comm: FSDPCommContext, call: Callable[..., N
         call(handle, why)
         return
     listener, name, device = seen.listener, seen.name_of(waited.group), comm.device
-    # Where only the reduce-scatter is waited for, the all-reduce goes on.
+    # If only the reduce-scatter is waited for, the all-reduce goes on.
     goes_on = isinstance(handle, PendingReduce) and handle.event is handle.scattered is not None
     ended = [each for each in waited.exchanges if not (goes_on and each.kind is Kind.ALL_REDUCE)]
     kind = ended[-1].kind if ended else waited.kind

@@ -1,13 +1,13 @@
-"""`Taps`: functions that run around methods of single objects of the engine, for as long as somebody listens.
+"""`Taps`: functions that run around methods of single objects of the engine, as long as somebody listens.
 
 [Note: taps]
-The engine calls nothing when nobody listens, not even to find that out. A `Tap` is put into the ``__dict__`` of one
-object, where Python finds it before the method of the class; when the last listener goes, the ``__dict__`` is what it
-was. So other models, and this one after, run the code that they would run without. Rejected: functions in the place of
-methods of classes (all models of the process would run them), and a listener that the engine asks for (a branch in
-each gather, for everybody, for ever).
+If nobody listens, the engine calls nothing, not even to find that out. A `Tap` is put into the ``__dict__`` of one
+object, where Python finds it before the class's method. When the last listener goes, the ``__dict__`` is as before. So
+other models, and this one later, run the code that they would run without. Two alternatives were rejected: functions in
+place of methods of classes (all models of the process would run them), and a listener that the engine asks for (a
+branch in each gather, for everybody, for ever).
 
-Which methods are tapped is listed in `observing.TAPPED`, and a test holds the engine to these names.
+`observing.TAPPED` lists the methods that are tapped, and a test holds the engine to these names.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from collections.abc import Callable
 from typing import Any
 
 Around = functools.partial[Any]
-"""Called with what it goes around, and the arguments: ``around(call, *args, **kwargs)``."""
+"""A function that runs around a call, with the call and its arguments: ``around(call, *args, **kwargs)``."""
 
 _NOTHING = object()
 
 
 class Tap:
-    """What stands in the place of one method of one object.
+    """Takes the place of one method of one object.
 
     Attributes:
-        arounds: what runs around it, the last one outermost.
+        arounds: the functions that run around the method, the last one outermost.
     """
 
     __slots__ = ("_before", "_method", "arounds")
@@ -37,14 +37,14 @@ class Tap:
         self.arounds: list[Around] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the method, inside of all that is around it."""
+        """Call the method inside of all functions around it."""
         call = self._method
         for around in self.arounds:
             call = functools.partial(around, call)
         return call(*args, **kwargs)
 
     def leave(self, owner: Any, name: str) -> None:
-        """Nobody listens any more: ``owner`` is again as it was."""
+        """Put ``owner`` back as it was, since nobody listens any more."""
         if owner.__dict__.get(name) is not self:
             return
         if self._before is _NOTHING:
@@ -54,7 +54,7 @@ class Tap:
 
 
 class Taps:
-    """Those of one listener."""
+    """The taps of one listener."""
 
     def __init__(self) -> None:
         self._placed: list[tuple[Any, str, Tap, Around]] = []
@@ -62,8 +62,8 @@ class Taps:
         self._owners: set[int] = set()
 
     def place(self, owner: Any, name: str, around: Around) -> None:
-        """Run ``around`` each time that the method ``name`` of ``owner`` is called. Once, however often it is asked."""
-        if (id(owner), name) in self._known:  # (owners are held, so that no other object has their ids)
+        """Run ``around`` whenever the method ``name`` of ``owner`` is called. Placing it again does nothing."""
+        if (id(owner), name) in self._known:  # `_placed` holds owners, so no other object has their ids
             return
         before = owner.__dict__.get(name, _NOTHING)
         if isinstance(before, Tap):
@@ -76,16 +76,16 @@ class Taps:
         self._placed.append((owner, name, tap, around))
 
     def has(self, owner: Any) -> bool:
-        """Whether something runs around methods of ``owner``."""
+        """Whether this listener has a tap on ``owner``."""
         return id(owner) in self._owners
 
     def forget(self, owner: Any) -> None:
-        """Take those of ``owner`` away."""
+        """Remove this listener's taps from ``owner``."""
         if id(owner) in self._owners:
             self._remove([each for each in self._placed if each[0] is owner])
 
     def remove(self) -> None:
-        """Take all of them away."""
+        """Remove all taps of this listener."""
         self._remove(self._placed)
 
     def _remove(self, placed: list[tuple[Any, str, Tap, Around]]) -> None:

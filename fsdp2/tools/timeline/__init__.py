@@ -1,1 +1,1 @@
-"""`fsdp2.timeline`: what each rank did when, as a report, a trace and a picture."""
+"""`fsdp2.timeline`: what each rank did at which time, as a report, a trace and a picture."""

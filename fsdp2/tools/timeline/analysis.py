@@ -1,13 +1,13 @@
-"""What a `RankRecord` means: steps, what ran when, communication that computation hid or waited for, the slowest rank.
+"""What a `RankRecord` means: steps, what ran when, exposed and overlapped communication, the slowest rank.
 
-Pure: records go in, facts come out.
+Pure functions: records go in, facts come out.
 
 [Note: exposed and overlapped]
 An exchange is *in flight* from when it is issued to when it is over. Without streams nobody learns when it is over
-before the host waits for it, so that is taken for its end. What the computation stands still for is *exposed*: on the
-host the time inside of a wait (and of an exchange that lets nothing run beside it), on a device the time for which the
-stream that computes waits. What is in flight while the computation goes on is *overlapped*. So a rank that is late is
-not exposed itself: the others are, which wait for it.
+before the host waits for it, so the end of that wait counts. Time in which the computation stands still is *exposed*:
+on the host the time inside of a wait (and of an exchange that blocks the host), on a device the time in which the
+compute stream waits. Time in which an exchange is in flight while the computation goes on is *overlapped*. So a rank
+that is late is not exposed itself; the others are, which wait for it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ ACTIVITIES = ("forward", "recompute", "backward", "optimizer", "pack and launch"
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One thing that a rank did for a while; those of a rank follow each other without a gap.
+    """One thing that a rank did for a while. Segments of a rank follow each other without a gap.
 
     Attributes:
-        what: an activity; "wait": it stood still; "program": what is outside of the sharded modules.
-        name: of the module, group or optimizer.
-        begin: seconds.
-        end: seconds.
+        what: an activity; "wait": it stood still; "program": it was outside of the sharded modules.
+        name: the name of the module, group or optimizer.
+        begin: its begin, in seconds.
+        end: its end, in seconds.
     """
 
     what: str
@@ -43,15 +43,15 @@ class Segment:
 
 
 def is_wait(span: Span) -> bool:
-    """Whether the computation stood still for as long."""
+    """Whether the computation stood still during ``span``."""
     return span.what.startswith("wait for") or span.blocks
 
 
 def segments(record: RankRecord) -> list[Segment]:
     """What the rank did, from the beginning to the end of the context.
 
-    Of modules that are inside of each other it is the innermost; backward of two modules may cross, and it is the one
-    that began last.
+    Inside of nested modules it is the innermost one. Backwards of two modules may overlap; then it is the one that has
+    begun last.
     """
     changes: list[tuple[float, int, int]] = []
     spans = [each for each in record.spans if each.what in ACTIVITIES or is_wait(each)]
@@ -88,11 +88,11 @@ def _extend(found: list[Segment], active: Sequence[Span], begin: float, end: flo
 
 
 def steps_of(record: RankRecord) -> list[tuple[float, float]]:
-    """Beginning and end of each step, in seconds.
+    """The begin and end of each step, in seconds.
 
-    A step begins where a root's forward does, if an optimizer of the model has stepped since the last one did. Where
-    no optimizer steps in the whole context: if a backward has reduced gradients since; and where nothing is trained,
-    with every forward.
+    A step begins with a root's forward, if an optimizer of the model has stepped since the last step began. If no
+    optimizer steps in the context, it begins if a backward has reduced gradients since. If nothing is trained, every
+    forward begins a step.
     """
     ends = record.updates or record.reductions
     starts: list[float] = []
@@ -104,15 +104,15 @@ def steps_of(record: RankRecord) -> list[tuple[float, float]]:
 
 @dataclass(slots=True)
 class Traffic:
-    """Exchanges of one kind of one group, on one rank, over the whole context.
+    """The exchanges of one kind of one group, on one rank, over the whole context.
 
     Attributes:
-        count: exchanges.
-        nbytes: of the whole buffers.
-        sent_bytes: what the rank sent at the least.
+        count: how many exchanges there are.
+        nbytes: bytes of the full buffers.
+        sent_bytes: bytes that the rank must send at least.
         in_flight_seconds: see [Note: exposed and overlapped].
-        exposed_seconds: for which the computation stood still.
-        overlapped_seconds: for which it went on.
+        exposed_seconds: the time in which the computation stood still.
+        overlapped_seconds: the time in which it went on.
     """
 
     count: int = 0
@@ -123,13 +123,13 @@ class Traffic:
     overlapped_seconds: float = 0.0
 
     def add(self, other: Traffic) -> None:
-        """Both together."""
+        """Add ``other`` to this."""
         for name in self.__slots__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 def traffic_of(record: RankRecord) -> dict[tuple[str, str], Traffic]:
-    """By group and kind of exchange."""
+    """The traffic of a rank by group and kind of exchange."""
     found: dict[tuple[str, str], Traffic] = {}
     waits = [(each.begin, each.end) for each in record.spans if is_wait(each)]
     for span in record.spans:
@@ -147,17 +147,17 @@ def traffic_of(record: RankRecord) -> dict[tuple[str, str], Traffic]:
 
 @dataclass(frozen=True, slots=True)
 class RankSummary:
-    """One rank, on average over its steps (all times in seconds of one step, bytes of one step).
+    """One rank, on average over its steps (times in seconds of one step, bytes of one step).
 
     Attributes:
         rank: its number.
-        steps: how many.
-        step_seconds: length of a step.
-        busy_seconds: of it, for which the rank did not wait for communication.
-        exposed_gather_seconds: of it, for which it waited for parameters.
-        exposed_reduce_seconds: of it, for which it waited for reductions.
-        sent_bytes: what it sent at the least.
-        peak_unsharded_bytes: most memory of unsharded parameters and what they are gathered into, at a time.
+        steps: how many steps there are.
+        step_seconds: the length of a step.
+        busy_seconds: the time in which the rank did not wait for communication.
+        exposed_gather_seconds: the time in which it waited for parameters.
+        exposed_reduce_seconds: the time in which it waited for reductions.
+        sent_bytes: bytes that it must send at least.
+        peak_unsharded_bytes: the most memory of unsharded parameters and their gather buffers at a time.
         busy: seconds by activity and name.
     """
 
@@ -173,12 +173,12 @@ class RankSummary:
 
     @property
     def exposed_seconds(self) -> float:
-        """For which it waited."""
+        """The time in which it waited for communication."""
         return self.exposed_gather_seconds + self.exposed_reduce_seconds
 
 
 def summary_of(record: RankRecord) -> RankSummary:
-    """Average over the steps of ``record``; what comes before the first does not count."""
+    """The average over the steps of ``record``; what comes before the first step does not count."""
     steps = steps_of(record)
     begin, count = (steps[0][0], len(steps)) if steps else (record.begin, 1)
     busy: dict[tuple[str, str], float] = {}
@@ -208,11 +208,11 @@ class Slowest:
     """The rank that the others wait for.
 
     Attributes:
-        rank: that is busy for longest in a step.
-        excess_seconds: for how much longer than the median of the others.
-        what: in which activity most of that is.
-        name: of which module, group or optimizer.
-        where_seconds: for how much longer there.
+        rank: the rank that is busy for the longest time in a step.
+        excess_seconds: how much longer than the median of the others.
+        what: the activity in which most of that time is.
+        name: the module, group or optimizer of this activity.
+        where_seconds: how much longer it is busy there.
     """
 
     rank: int
@@ -223,7 +223,7 @@ class Slowest:
 
 
 def slowest_of(ranks: Sequence[RankSummary]) -> Slowest | None:
-    """Of several ranks; None of one."""
+    """The slowest of several ranks; None for one rank."""
     if len(ranks) < 2:
         return None
     slowest = max(ranks, key=lambda each: each.busy_seconds)

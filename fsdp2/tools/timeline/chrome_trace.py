@@ -1,4 +1,4 @@
-"""A timeline as the JSON that Perfetto (ui.perfetto.dev) and chrome://tracing open: one process for each rank."""
+"""A timeline as JSON for Perfetto (ui.perfetto.dev) and chrome://tracing, with one process for each rank."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from fsdp2.tools.timeline.records import RankRecord, Span
 from fsdp2.tools.timeline.report import TimelineReport
 
 STEPS, COMPUTE, GATHERS, REDUCTIONS = 0, 1, 10, 30
-"""Numbers of tracks. Exchanges in flight at the same time have tracks of their own, which follow."""
+"""Numbers of tracks. Exchanges that are in flight at the same time get tracks of their own behind these."""
 
 
 def trace(report: TimelineReport) -> dict[str, Any]:
-    """All ranks of ``report``; times in microseconds."""
+    """The trace of all ranks of ``report``; times in microseconds."""
     events = [event for record in report.records for event in _events(record)]
     return {
         "traceEvents": events,
@@ -49,7 +49,7 @@ def _events(record: RankRecord) -> list[dict[str, Any]]:
 
 
 def lanes(spans: Iterable[Span]) -> list[list[Span]]:
-    """``spans`` dealt out so that those of one lane do not overlap."""
+    """``spans``, split into lanes so that the spans of one lane do not overlap."""
     found: list[list[Span]] = []
     for span in sorted(spans, key=lambda each: each.begin):
         for lane in found:

@@ -1,7 +1,7 @@
-"""How ranks meet at the beginning of a timeline, and how the first of them gets what all have seen.
+"""How ranks meet at the beginning of a timeline, and how the first rank gets what all have seen.
 
-Over the store of the default process group, not by collectives: a rank that is missing is named after some seconds, on
-any backend, and nothing comes between the exchanges of a training step.
+They use the store of the default process group and no collectives: a rank that is missing is named after some seconds,
+on any backend, and nothing comes between the exchanges of a training step.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from fsdp2.tools.timeline.records import RankRecord
 
 _LONGEST_POLL_SECONDS = 0.05
 _MEETINGS: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-"""Numbers of the next meetings, which are parts of keys. A number moves on only when all ranks have come."""
+"""The number of the next meeting, a part of its keys. It increases only once all ranks have come."""
 
 
 class Meeting:
     """Ranks that are observed together.
 
     Attributes:
-        ranks: of the whole world, in order.
-        rank: this one.
+        ranks: their numbers in the world, sorted.
+        rank: this rank.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, seconds: float) -> None:
-        """``group``: whose ranks they are; None: all that there are. ``seconds``: for how long they wait."""
+        """``group``: the ranks that meet; None: all ranks. ``seconds``: how long they wait for each other."""
         self._seconds = seconds
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.ranks: tuple[int, ...] = (self.rank,)
@@ -52,17 +52,17 @@ class Meeting:
         return self.rank == self.ranks[0]
 
     def begin(self) -> None:
-        """Wait until all have come. All ranks must call it.
+        """Wait until all ranks have come. All ranks must call it.
 
         Raises:
-            FSDPRuntimeError: some have not, within the time; with their numbers.
+            FSDPRuntimeError: some have not come within the time; the message names them.
         """
         if len(self.ranks) == 1 or self._group is None:
             return
         self._store.set(f"{self._key}/here/{self.rank}", b"1")
         missing = self._missing("here")
         if missing:
-            self._store.delete_key(f"{self._key}/here/{self.rank}")  # so that they can all meet another time
+            self._store.delete_key(f"{self._key}/here/{self.rank}")  # so that all ranks can meet another time
             raise FSDPRuntimeError(
                 f"fsdp2.timeline() was entered on {_named(set(self.ranks) - set(missing))} and not on "
                 f"{_named(missing)} within {self._seconds:g} s. All ranks must enter it, in the same step: enter it "
@@ -71,15 +71,15 @@ class Meeting:
         _MEETINGS[self._group] = _MEETINGS.get(self._group, 0) + 1
 
     def tell(self, mine: RankRecord) -> None:
-        """Leave ``mine`` for the first rank; waits for nobody."""
+        """Leave ``mine`` in the store for the first rank. Waits for nobody."""
         if len(self.ranks) > 1:
             self._store.set(f"{self._key}/seen/{self.rank}", zlib.compress(pickle.dumps(mine)))
 
     def collect(self, mine: RankRecord) -> list[RankRecord]:
-        """All records, on the first rank; elsewhere ``mine``. All ranks must call it.
+        """All records on the first rank; ``mine`` elsewhere. All ranks must call it.
 
         Raises:
-            FSDPRuntimeError: some ranks have not told theirs within the time; with their numbers.
+            FSDPRuntimeError: some ranks have not left theirs within the time; the message names them.
         """
         self.tell(mine)
         if len(self.ranks) == 1 or not self.is_first:
@@ -97,7 +97,7 @@ class Meeting:
         return found
 
     def _missing(self, what: str) -> list[int]:
-        """The ranks that have not set theirs when the time is over."""
+        """The ranks whose key ``what`` is not set when the time is over."""
         deadline, poll = time.monotonic() + self._seconds, 0.001
         missing = list(self.ranks)
         while missing:
@@ -115,9 +115,9 @@ def _named(ranks: Iterable[int]) -> str:
 
 
 def on_one_scale(records: Sequence[RankRecord]) -> tuple[list[RankRecord], bool]:
-    """Records with times since the first rank's beginning; and whether all ranks share a clock.
+    """The records, with times since the first rank's beginning; and whether all ranks share a clock.
 
-    Ranks of other machines are compared by the time of day, which network time keeps within milliseconds.
+    Ranks on other machines are compared by the time of day, which network time keeps within milliseconds.
     """
     first = records[0]
     shared = all(each.clock_id == first.clock_id for each in records)

@@ -1,4 +1,4 @@
-"""A timeline as a picture, by matplotlib (of the extra ``fsdp2[tools]``), which is imported when one is asked for."""
+"""A timeline as a picture by matplotlib (in the extra ``fsdp2[tools]``), which is imported only when one is drawn."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COLOURS = {
 
 
 def draw(report: TimelineReport, path: Path) -> None:
-    """Write the last steps of the first ranks, and of the slowest, to ``path``. Needs matplotlib, and no display."""
+    """Draw the last steps of the first ranks and of the slowest, into the file ``path``. Needs no display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -50,7 +50,7 @@ def draw(report: TimelineReport, path: Path) -> None:
 
 
 def shown(report: TimelineReport) -> tuple[list[RankRecord], list[tuple[float, float]]]:
-    """Which ranks and steps a picture has room for."""
+    """The ranks and steps that a picture has room for."""
     slowest = -1 if report.slowest is None else report.slowest.rank
     first = sorted(report.records, key=lambda each: each.rank != slowest)[:MOST_RANKS]
     steps = report.steps or [(report.records[0].begin, report.records[0].end)]
@@ -58,7 +58,7 @@ def shown(report: TimelineReport) -> tuple[list[RankRecord], list[tuple[float, f
 
 
 def _draw_rank(axes: Any, record: RankRecord, steps: list[tuple[float, float]]) -> None:
-    """From above: what the rank does, what is in flight, and the memory of unsharded parameters."""
+    """Draw three rows: what the rank does, what is in flight, and the memory of unsharded parameters."""
     begin, end = steps[0][0], steps[-1][1]
 
     def ms(seconds: float) -> float:

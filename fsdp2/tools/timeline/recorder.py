@@ -1,7 +1,7 @@
-"""`Recorder`: the listener that takes the time of all that an `Observation` tells, and makes a `RankRecord` of it.
+"""`Recorder`: the listener that times everything an `Observation` tells, and makes a `RankRecord` of it.
 
-Streams: a mark of an activity or a wait is put on the stream that computes, one of an exchange on the stream that it is
-issued to. Without streams the host's clock is read.
+On devices with streams a mark of an activity or a wait goes onto the compute stream, that of an exchange onto the
+stream that it is issued to. Without streams the host's clock is read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fsdp2.tools.timeline.records import MemorySample, RankRecord, Span
 
 @dataclass(slots=True)
 class _Open:
-    """A span that has begun."""
+    """A span that has begun, and maybe ended."""
 
     clock: Clock
     begin: Any
@@ -36,10 +36,10 @@ class _Open:
 
 
 class Recorder(Listener):
-    """Takes down what is told, from `begin` to `end`.
+    """Records what is told, from `begin` to `end`.
 
     Attributes:
-        observation: what tells it, to be set before `begin`.
+        observation: the observation that tells it; set it before `begin`.
     """
 
     observation: Observation
@@ -58,7 +58,7 @@ class Recorder(Listener):
         self._began = 0.0
 
     def begin(self) -> None:
-        """Take the time."""
+        """Take the time of the beginning."""
         self._began = time.perf_counter()
 
     # -- what is told
@@ -70,7 +70,7 @@ class Recorder(Listener):
         return known
 
     def begin_step(self, root: FSDPRoot) -> None:
-        """Activities that are still open were left by an exception."""
+        """Note the forward. Activities that are still open were left by an exception: end them."""
         clock = self._clock(root.comm.device)
         mark = clock.mark(root.comm.device.current_stream())
         for left in self._activities:
@@ -80,19 +80,19 @@ class Recorder(Listener):
         self._sample(clock, mark)
 
     def end_iteration(self, root: FSDPRoot, *, reduced: bool) -> None:
-        """A backward has ended."""
+        """Note the end of a backward, if it has reduced gradients."""
         clock = self._clock(root.comm.device)
         mark = clock.mark(root.comm.device.current_stream())
         if reduced:
             self._marks["reductions"].append((clock, mark))
 
     def open(self, activity: Activity, name: str, device: Device) -> None:
-        """On the stream that computes."""
+        """Begin a span on the compute stream."""
         clock = self._clock(device)
         self._activities.append(_Open(clock, clock.mark(device.current_stream()), activity.value, name))
 
     def close(self, activity: Activity, name: str, device: Device) -> None:
-        """The last one of this name that is open."""
+        """End the last span of this activity and name that is open; if there is none, do nothing."""
         for index in range(len(self._activities) - 1, -1, -1):
             found = self._activities[index]
             if found.name == name and found.what == activity.value:
@@ -104,7 +104,7 @@ class Recorder(Listener):
                 return
 
     def begin_exchange(self, exchange: Exchange, device: Device) -> None:
-        """On the stream that it is issued to."""
+        """Begin a span on the stream that the exchange is issued to."""
         clock = self._clock(device)
         mark = clock.mark(device.current_stream())
         self._exchanges[exchange.number] = _Open(clock, mark, exchange.kind.value, exchange.group, exchange)
@@ -114,13 +114,13 @@ class Recorder(Listener):
             self._sample(clock, mark)
 
     def issued(self, exchange: Exchange, device: Device, *, is_over: bool) -> None:
-        """With streams its end is known now."""
+        """End the span, if there are streams: the exchange ends there. Else only if it is over already."""
         if is_over or device.has_streams:
             self._exchanges[exchange.number].blocks = is_over and exchange.sent_bytes > 0
             self.end_exchange(exchange, device)
 
     def end_exchange(self, exchange: Exchange, device: Device) -> None:
-        """It is over, or its end is marked."""
+        """End the span of the exchange, unless that was done when it was issued."""
         found = self._exchanges.pop(exchange.number, None)
         if found is not None:
             mark = found.clock.mark(device.current_stream())
@@ -130,18 +130,18 @@ class Recorder(Listener):
                 self._sample(found.clock, mark)
 
     def begin_wait(self, group: str, kind: Kind, device: Device) -> None:
-        """On the stream that computes."""
+        """Begin a wait on the compute stream."""
         clock = self._clock(device)
         self._wait = _Open(clock, clock.mark(device.current_stream()), f"wait for {kind.value}", group)
 
     def end_wait(self, group: str, kind: Kind, device: Device) -> None:
-        """It goes on."""
+        """End the wait."""
         wait, self._wait = self._wait, None
         if wait is not None:
             self._finish(wait, wait.clock.mark(device.current_stream()))
 
     def hold(self, group: str, unsharded_bytes: int, staged_bytes: int, device: Device) -> None:
-        """Count it."""
+        """Add the memory of the group to the totals, and sample them if they change."""
         before = self._held.get(group, (0, 0))
         self._held[group] = (unsharded_bytes, staged_bytes)
         self._totals[0] += unsharded_bytes - before[0]
@@ -161,7 +161,7 @@ class Recorder(Listener):
     # -- the end
 
     def record(self, *, rank: int, failure: str, model: str, in_graphs: tuple[str, ...]) -> RankRecord:
-        """What was seen. Blocks the host until the device has come to the last mark."""
+        """The record of everything that was told. Blocks the host until the device has come to the last mark."""
         ends = {id(clock): clock.mark(None) for clock in self._clocks.values()}
         for clock in self._clocks.values():
             clock.settle()
@@ -197,7 +197,7 @@ def _span(found: _Open) -> Span:
 
 
 def _clock_id() -> str:
-    """The same for processes of which `time.perf_counter` counts from the same moment."""
+    """A name that is equal for processes whose `time.perf_counter` counts from the same moment."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     if sys.platform == "linux" and boot.exists():  # CLOCK_MONOTONIC counts from the start of the machine
         return boot.read_text().strip()

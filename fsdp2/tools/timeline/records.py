@@ -1,6 +1,6 @@
-"""What was seen on one rank: `RankRecord`, its `Span`s and `MemorySample`s. Facts alone; all times in seconds.
+"""What was seen on one rank: `RankRecord`, with its `Span`s and `MemorySample`s. Only facts; all times in seconds.
 
-Times are those of `time.perf_counter` on that rank until `Timeline` puts ranks on one scale.
+Times are those of `time.perf_counter` on that rank, until `Timeline` puts all ranks on one scale.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that lasted.
+    """Something that took time.
 
     Attributes:
         what: "forward", "recompute", "backward", "optimizer", "pack and launch" (activities); "all-gather",
             "reduce-scatter", "all-reduce" (exchanges); "wait for all-gather" and so on (waits).
-        name: of the module, group or optimizer.
-        begin: seconds.
-        end: seconds. Of an exchange without streams: when it had been waited for, at which it may have been over for
-            long.
-        nbytes: of an exchange, the whole buffers.
-        sent_bytes: of an exchange, what this rank sends at the least.
-        collectives: of an exchange, how many buffers.
-        for_backward: of an exchange.
-        ahead: of an all-gather, whether it was issued before its module was come to.
-        blocks: of an exchange, whether the program stood still while it lasted.
+        name: the name of the module, group or optimizer.
+        begin: its begin, in seconds.
+        end: its end, in seconds. For an exchange without streams it is when the wait for it ended; the exchange itself
+            may have been over for long.
+        nbytes: for an exchange, bytes of the full buffers.
+        sent_bytes: for an exchange, bytes that this rank must send at least.
+        collectives: for an exchange, how many buffers it carries.
+        for_backward: for an exchange, whether a backward needs it.
+        ahead: for an all-gather, whether it was issued before its module was needed.
+        blocks: for an exchange, whether the program stood still while it lasted.
     """
 
     what: str
@@ -41,18 +41,18 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """How long."""
+        """Its length in seconds."""
         return self.end - self.begin
 
 
 @dataclass(frozen=True, slots=True)
 class MemorySample:
-    """What memory held at one time, in bytes.
+    """How much memory there was for what at one time, in bytes.
 
     Attributes:
-        time: seconds.
+        time: the time, in seconds.
         unsharded_bytes: unsharded parameters.
-        staged_bytes: what is gathered into and sent from, beside them.
+        staged_bytes: buffers that gathers send from and receive into, beside these.
         reducing_bytes: gradients that are being reduced.
     """
 
@@ -64,24 +64,24 @@ class MemorySample:
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """All that was seen on one rank.
+    """Everything that was seen on one rank.
 
     Attributes:
         rank: its number.
-        host: name of the machine, to be read.
-        clock_id: ranks of the same one share `time.perf_counter`.
+        host: the name of its machine, for people.
+        clock_id: ranks with equal ids share `time.perf_counter`.
         has_streams: whether times are the device's.
-        begin: seconds, when the context was entered.
-        end: seconds, when it was left.
-        wall: `time.time` minus `time.perf_counter`, for ranks that do not share it.
+        begin: when the context was entered, in seconds.
+        end: when it was left, in seconds.
+        wall: `time.time` minus `time.perf_counter`, for ranks that do not share the latter.
         forwards: when forwards of roots began.
         updates: when an optimizer of the model had stepped.
         reductions: when a backward had ended that reduced gradients.
-        spans: in the order of their ends.
-        memory: in the order of time.
+        spans: the spans, sorted by their begin.
+        memory: samples in the order of time.
         in_graphs: groups whose communication is part of graphs of `torch.compile`, where nothing sees it.
-        failure: the exception that has left the context; "" if none.
-        model: what was observed, by class.
+        failure: the exception that has left the context; "" if none has.
+        model: the class of what was observed.
     """
 
     rank: int
@@ -101,7 +101,7 @@ class RankRecord:
     model: str = ""
 
     def moved(self, by: float) -> RankRecord:
-        """The same, ``by`` seconds later."""
+        """This record, ``by`` seconds later."""
 
         def shift(times: tuple[float, ...]) -> tuple[float, ...]:
             return tuple(each + by for each in times)

@@ -1,4 +1,4 @@
-"""`TimelineReport`: the records of all ranks on one scale, with what they mean. Traces and pictures are made of it."""
+"""`TimelineReport`: the records of all ranks on one scale, and what they mean. Traces and pictures are made from it."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class GroupSummary:
-    """The communication of one group in a step, on average over steps and the ranks that have it.
+    """The communication of one group in a step, on average over steps and over the ranks that have the group.
 
     Attributes:
-        name: of its module, below the root.
-        gathers: of its parameters, in forward and backward.
-        reductions: of its gradients, over shards and replicas.
+        name: the name of its module, below the root.
+        gathers: the gathers of its parameters, in forward and backward.
+        reductions: the reductions of its gradients, over shards and replicas.
     """
 
     name: str
@@ -38,12 +38,12 @@ class GroupSummary:
 
     @property
     def exposed_seconds(self) -> float:
-        """For which the computation stood still for this group."""
+        """The time in which the computation stood still for this group."""
         return self.gathers.exposed_seconds + self.reductions.exposed_seconds
 
     @property
     def overlapped_seconds(self) -> float:
-        """For which its exchanges were in flight while the computation went on."""
+        """The time in which its exchanges were in flight while the computation went on."""
         return self.gathers.overlapped_seconds + self.reductions.overlapped_seconds
 
 
@@ -52,11 +52,11 @@ class TimelineReport:
     """What was seen on all ranks.
 
     Attributes:
-        records: in the order of ranks; times in seconds since the first rank entered the context.
+        records: the records in the order of ranks; times in seconds since the first rank entered the context.
         shares_clock: whether all ranks run on one machine. If not, they are compared by the time of day.
-        ranks: what is to be said of each.
-        groups: in the order in which they were first gathered.
-        slowest: the rank that the others wait for; None of one rank.
+        ranks: a summary of each rank.
+        groups: a summary of each group, in the order in which they were first gathered.
+        slowest: the rank that the others wait for; None for one rank.
     """
 
     records: tuple[RankRecord, ...]
@@ -67,24 +67,24 @@ class TimelineReport:
 
     @classmethod
     def of(cls, records: Sequence[RankRecord]) -> TimelineReport:
-        """Put together what ranks have seen."""
+        """Make a report of what all ranks have seen."""
         moved, shared = on_one_scale(records)
         ranks = tuple(map(summary_of, moved))
         return cls(tuple(moved), shared, ranks, tuple(_groups(moved)), slowest_of(ranks))
 
     @property
     def steps(self) -> list[tuple[float, float]]:
-        """Those of the first rank."""
+        """The steps of the first rank, (begin, end) each."""
         return steps_of(self.records[0])
 
     @property
     def step_seconds(self) -> float:
-        """Of a step, on average over ranks."""
+        """The length of a step, on average over ranks."""
         return sum(each.step_seconds for each in self.ranks) / len(self.ranks)
 
     @property
     def exposed_share(self) -> float:
-        """Which part of the time of all ranks was spent in waits for communication, from 0 to 1."""
+        """The share of the time of all ranks that was spent in waits for communication, from 0 to 1."""
         whole = sum(each.step_seconds for each in self.ranks)
         return sum(each.exposed_seconds for each in self.ranks) / whole if whole else 0.0
 
@@ -94,7 +94,7 @@ class TimelineReport:
         return tuple(dict.fromkeys(name for each in self.records for name in each.in_graphs))
 
     def headlines(self) -> list[str]:
-        """The sentences that matter."""
+        """The most important results, in sentences."""
         first = self.records[0]
         count = len(self.steps)
         said = [
@@ -135,7 +135,7 @@ class TimelineReport:
         return "\n".join([*lines, *table(("group", *sides), rows, right=range(1, 9))])
 
     def to_dict(self) -> dict[str, object]:
-        """The same for programs: seconds and bytes, of a step on average."""
+        """The report as data for programs; seconds and bytes of a step on average."""
         return {
             "headlines": self.headlines(),
             "steps": len(self.steps),
@@ -150,7 +150,7 @@ class TimelineReport:
 
 
 def _groups(records: Sequence[RankRecord]) -> list[GroupSummary]:
-    """On average over the ranks that have the group: those of a pipeline have different ones."""
+    """A summary of each group, the average over the ranks that have it. (A pipeline's ranks have different groups.)"""
     found: dict[str, dict[int, tuple[Traffic, Traffic]]] = {}
     for record in records:
         steps = max(1, len(steps_of(record)))
@@ -168,7 +168,7 @@ def _groups(records: Sequence[RankRecord]) -> list[GroupSummary]:
 
 
 def scaled(traffic: Traffic, weight: float) -> Traffic:
-    """``weight`` times as much of everything."""
+    """``traffic`` with all numbers multiplied by ``weight``."""
     return Traffic(**{name: weight * getattr(traffic, name) for name in Traffic.__slots__})
 
 

@@ -25,9 +25,9 @@ FORMATS = (".json", ".png")
 
 
 class Timeline:
-    """What `timeline` returns: a context, and after it what was seen in it. ``print`` it.
+    """What `timeline` returns: a context, and afterwards what was seen in it. ``print`` it.
 
-    On the first rank it shows all ranks, on the others their own.
+    On the first rank it shows all ranks, on others only the rank itself.
     """
 
     def __init__(self, models: Sequence[nn.Module], group: dist.ProcessGroup | None, seconds: float) -> None:
@@ -45,7 +45,7 @@ class Timeline:
         """Begin to observe. All ranks must enter.
 
         Raises:
-            FSDPRuntimeError: other ranks have not within the timeout; or it was entered before.
+            FSDPRuntimeError: other ranks have not entered within the timeout; or it was entered before.
         """
         if self._meeting is not None or self._report is not None:
             raise FSDPRuntimeError("a timeline can be entered once: call fsdp2.timeline(model) for each context.")
@@ -59,17 +59,17 @@ class Timeline:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Put everything back, and bring what was seen to the first rank; not if an exception leaves the context.
+        """Stop observing, and bring what was seen to the first rank, unless an exception leaves the context.
 
         Raises:
-            FSDPRuntimeError: on the first rank, if others do not leave within the timeout.
+            FSDPRuntimeError: raised on the first rank if others do not leave within the timeout.
         """
         assert self._meeting is not None, "it was entered"
         self._observation.end()
         failure = "" if kind is None else f"{kind.__name__}: {error}"
         names = ", ".join(map(class_name, self._models))
         mine = self._recorder.record(rank=self._meeting.rank, failure=failure, model=names, in_graphs=self._in_graphs())
-        self._models = ()  # which are not to live for as long as this does
+        self._models = ()  # models must not live as long as this object
         del self._observation, self._recorder.observation
         self._report = TimelineReport.of([mine])
         if kind is not None:
@@ -85,7 +85,7 @@ class Timeline:
 
     @property
     def report(self) -> TimelineReport:
-        """All that was seen.
+        """Everything that was seen.
 
         Raises:
             FSDPRuntimeError: the context has not ended.
@@ -98,17 +98,17 @@ class Timeline:
 
     @property
     def ranks(self) -> tuple[RankSummary, ...]:
-        """What is to be said of each rank: seconds and bytes of a step."""
+        """A summary of each rank: seconds and bytes of a step."""
         return self.report.ranks
 
     @property
     def groups(self) -> tuple[GroupSummary, ...]:
-        """What is to be said of each group: seconds and bytes of a step, on average over ranks."""
+        """A summary of each group: seconds and bytes of a step, on average over ranks."""
         return self.report.groups
 
     @property
     def slowest(self) -> Slowest | None:
-        """The rank that the others wait for, and where it loses time; None of one rank."""
+        """The rank that the others wait for, and where it loses time; None for one rank."""
         return self.report.slowest
 
     def __str__(self) -> str:
@@ -126,8 +126,8 @@ class Timeline:
 
         Raises:
             FSDPRuntimeError: the context has not ended; or a picture is asked for without matplotlib.
-            FSDPValueError: another ending.
-            OSError: it cannot be written.
+            FSDPValueError: the path has another ending.
+            OSError: the file cannot be written.
         """
         report, target = self.report, Path(path)
         if target.suffix not in FORMATS:
@@ -145,7 +145,8 @@ class Timeline:
         if target.suffix == ".json":
             target.write_text(json.dumps(trace(report)), encoding="utf-8")
         else:
-            from fsdp2.tools.timeline.picture import draw  # when it is needed: imports of fsdp2 are light
+            # Imported late: importing fsdp2 must stay light.
+            from fsdp2.tools.timeline.picture import draw
 
             draw(report, target)
 
@@ -165,18 +166,18 @@ def timeline(
         >>> print(timeline)
         >>> timeline.save("timeline.json")
 
-    Outside of the context nothing of it runs. All ranks must enter and leave it, around the same steps; they meet over
-    the store of the process group, and no collective is added. Times are the host's on CPU, and the device's on
-    devices with streams, by events. See 'See where a step's time goes' in the documentation.
+    Outside of the context none of it runs. All ranks must enter and leave it, around the same steps. They meet over the
+    store of the process group, and no collective is added. Times are the host's on CPU; on devices with streams they
+    are the device's, by events. See 'See where a step's time goes' in the documentation.
 
     Args:
-        model: sharded; or several, whose groups are then named with the model's class before them.
-        group: whose ranks are observed together; None: all that there are.
-        timeout: seconds for which ranks wait for each other at the beginning and at the end.
+        model: a sharded model, or several; names of groups then begin with the class of their model.
+        group: the ranks that are observed together; None: all ranks.
+        timeout: how many seconds ranks wait for each other at the beginning and at the end.
 
     Raises:
-        FSDPTypeError, FSDPValueError: no module, or nothing in it is sharded.
-        FSDPRuntimeError: (when it is entered) other ranks have not entered within the time, with their numbers.
+        FSDPTypeError, FSDPValueError: ``model`` is no module, or nothing in it is sharded.
+        FSDPRuntimeError: (when it is entered) other ranks have not entered within the time; the message names them.
     """
     models = [model] if isinstance(model, nn.Module) else list(model)
     if not models:

@@ -142,6 +142,7 @@ class Record:
         names = ("module_hooks", "forward_prefetch", "backward_prefetch")
         self.attributes = {name: getattr(state, name) for name in names}
         copied = {name: getattr(state, name) for name in _COPIED} | state.attributes_outside
+        # Copies share the facts, so these must not refer to parameters: ignored ones are copied above.
         self.facts = Facts(
             (state.policy, dataclasses.replace(state.arguments, ignored_params=frozenset())),
             {"_root_settings": state.root_settings, **copied},
@@ -169,6 +170,7 @@ class Record:
         policy, arguments = facts.made_from
         arguments = dataclasses.replace(arguments, ignored_params=ignored)
         state.begin(self.modules, self.groups, policy, arguments, ignored)
+        # `begin` sets defaults, so copied attributes come after it.
         vars(state).update(facts.attributes, **self.attributes)
         for group, owns in zip(self.groups, self.owns, strict=True):
             if owns:  # the first sharer's settings count
@@ -189,6 +191,7 @@ _INCOMPLETE = _Incomplete()
 
 def _arriving() -> FSDPState:
     """A state whose ``record`` arrives next; it gets everything else when its modules have been copied."""
+    # Empty until `Record.make` begins it.
     state = FSDPState.__new__(FSDPState)
     _INCOMPLETE.states.add(state)
     return state
@@ -230,6 +233,7 @@ def _present(unit: Unit) -> Unit | None:
         return None
     for group in unit:
         if not any(_has_group(sharer, group) for sharer in group.sharers):
+            # Its modules were sharded anew, so another state has their parameters.
             state = state_of(group.sharers[0].modules[0])
             return None if state is None else state.unit
     return unit
