@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +35,7 @@ ON_TRAINING: list[Callable[[Any], None]] = []
 """A port: called with a root when its first forward with gradients begins. If one raises, all are called again."""
 
 
+@dataclass(slots=True)
 class Iteration:
     """All state of one iteration, replaced as a whole when it has ended or failed.
 
@@ -49,36 +51,19 @@ class Iteration:
         following: a unit, and the units to gather ahead when the backward of that unit has ended.
         recomputed: the unit that a recompute has left unsharded for its backward, see `Schedule.keep_for_backward`.
         gathered: the root's forward has issued an all-gather.
-        trained: a backward that reduced has ended inside of the root's forward, or of a method of the root's module
-            that calls it.
     """
 
-    __slots__ = (
-        "ahead",
-        "creates_graph",
-        "failed",
-        "following",
-        "gathered",
-        "in_backward",
-        "in_forward",
-        "is_second",
-        "recomputed",
-        "reduced",
-        "trained",
-        "unfinalized",
-    )
-
-    def __init__(self) -> None:
-        self.reduced = self.trained = self.gathered = False
-        self.in_forward = False
-        self.in_backward = False
-        self.creates_graph = False
-        self.is_second = False
-        self.unfinalized = False
-        self.failed = False
-        self.ahead: set[FSDPParamGroup] = set()
-        self.following: tuple[Unit, Sequence[Unit]] | None = None
-        self.recomputed: Unit | None = None
+    in_forward: bool = False
+    in_backward: bool = False
+    creates_graph: bool = False
+    is_second: bool = False
+    unfinalized: bool = False
+    failed: bool = False
+    reduced: bool = False
+    gathered: bool = False
+    ahead: set[FSDPParamGroup] = field(default_factory=set)
+    following: tuple[Unit, Sequence[Unit]] | None = None
+    recomputed: Unit | None = None
 
 
 class FSDPRoot:
@@ -159,7 +144,7 @@ class FSDPRoot:
             self.schedule = self._joining() if self.settings.divergence == "join" else self.learned
         self.schedule.begin_forward()
         # An iteration is not replaced here: several forwards may come before the backward that ends it.
-        self.iteration.in_forward, self.iteration.trained, self.iteration.gathered = True, False, False
+        self.iteration.in_forward, self.iteration.gathered = True, False
         PLACE.step, PLACE.thread = PLACE.step + 1, threading.get_ident()
         PLACE.phase, PLACE.left, PLACE.tells = self._phases[0], "", self.settings.aborts_together
         event, self.comm.post_optim_event = self.comm.post_optim_event, None
@@ -210,7 +195,7 @@ class FSDPRoot:
         """The root's forward has ended: reshard what was gathered ahead in vain."""
         self.schedule.end_forward()
         self.end_rounds()
-        self.iteration.in_forward = self.iteration.trained = False
+        self.iteration.in_forward = False
         PLACE.phase = self._phases[1]
         self.schedule.drop_ahead()
         # The user's code may write offloaded shards next. With gradients the end of the backward waits for copies of
@@ -290,8 +275,6 @@ class FSDPRoot:
         # A backward inside the root's forward does not end that, nor one after a forward that failed its failure.
         self.iteration.in_forward = ended.in_forward
         self.iteration.failed, self.iteration.gathered = ended.failed, ended.in_forward and ended.gathered
-        is_inside = ended.in_forward or self.owner.calls > 0
-        self.iteration.trained = is_inside and (ended.reduced or ended.trained)
 
     def next_iteration(self) -> Iteration:
         """Replace the state of the iteration by a fresh one. Returns the iteration that has ended."""
