@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 from benchmarks.implementations import ShardingOptions, fake_process_group
 from benchmarks.memory import StepMemory, measure_step_memory
@@ -27,12 +28,13 @@ def memory_of(name: str, world_size: int, spec: ModelSpec, dtype: torch.dtype = 
 )
 @pytest.mark.parametrize("matrices", others_full([2, 6], [2]))  # 12 s
 def test_backward_holds_what_torchs_does(matrices: int, name: str, world_size: int, blocks: float) -> None:
-    """And a block less if nothing is gathered ahead."""
+    """And a block less if nothing is gathered ahead. In forward a block less; torch 2.15 has come down to ours."""
     spec = replace(LARGE_PARAMETERS, dim=1024, hidden_dim=1024, params_per_block=matrices)
     block = 4 * matrices * spec.dim * spec.hidden_dim
     ours, theirs = (memory_of(each, world_size, spec) for each in (name, "torch"))
     assert ours.backward_over <= theirs.backward_over - blocks * block
-    assert ours.forward_over <= theirs.forward_over - 0.95 * block
+    is_lower = TorchVersion(torch.__version__) < "2.15"
+    assert ours.forward_over <= theirs.forward_over - (0.95 * block if is_lower else 0)
 
 
 @pytest.mark.parametrize(
