@@ -753,6 +753,11 @@ def is_checkpointed_selectively() -> bool:
     return any(isinstance(mode, _SELECTIVE) for mode in _dispatch_modes())
 
 
+def clones_saved_tensors() -> bool:
+    """Whether `torch.autograd.graph.allow_mutation_on_saved_tensors` is active."""
+    return any(type(mode).__name__ == "_CloneArgBeforeMutateMode" for mode in _dispatch_modes())
+
+
 def outside_selective_checkpoints(action: Callable[..., Any], *args: Any) -> Any:
     """``action(*args)``, without the active modes of selective activation checkpointing. They would take its operators
     for those of the region: results are kept in forward, and returned in a recompute without running the operator.

@@ -41,7 +41,7 @@ from fsdp2.core.several_roots import SharedComm, claim, refuse_busy, release, ro
 from fsdp2.core.streams import FSDPCommContext, device_for
 from fsdp2.core.structure import Structure, module_paths
 from fsdp2.core.trees import Replaced, cast_floating_point, cast_inputs, map_inputs, tensors_anywhere_in
-from fsdp2.errors import FSDPRuntimeError, FSDPTypeError, ParamPhase
+from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError, ParamPhase
 
 # Hooks that torch.compile traces into although nothing was prepared for that: they refuse.
 
@@ -482,6 +482,13 @@ class FSDPState:
         if torch.compiler.is_dynamo_compiling():
             return self.graph_hooks.pre_forward(module, args, kwargs)  # type: ignore[no-any-return]
         self._dispatch_modes = modes = _torch.count_dispatch_modes()
+        if modes and _torch.clones_saved_tensors():
+            raise FSDPNotImplementedError(
+                f"{self.class_name} is sharded, and runs inside of torch.autograd.graph."
+                "allow_mutation_on_saved_tensors(): that copies what forward has saved before it is written, and each "
+                "all-gather writes the parameters. Run the sharded module outside of it, and inside only what is "
+                "written in place."
+            )
         if modes and _torch.is_checkpointed_selectively():
             # Selective checkpointing would take our operators for the model's: keep their results, and not run them in
             # the recompute. So this runs once more, without its modes.

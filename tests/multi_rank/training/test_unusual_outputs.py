@@ -161,6 +161,23 @@ def test_what_has_no_gradient_does_not_stay(world_size: int) -> None:
     assert isinstance(model.linear.weight, DTensor)
 
 
+@multi_rank(2)
+def test_copies_of_saved_tensors_that_are_written_are_refused_by_name() -> None:
+    """An all-gather writes what forward has saved, whose memory was free meanwhile."""
+    model = fully_shard(Wrapped(wrap=True))
+    with (
+        torch.autograd.graph.allow_mutation_on_saved_tensors(),
+        pytest.raises(FSDPNotImplementedError, match=r"Wrapped is sharded.*Run the sharded module outside of it"),
+    ):
+        model(batch(0, 0))
+    output: Any = model(batch(0, 0))
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        changed = output.y.exp()
+        changed.mul_(2)
+        changed.sum().backward()
+    assert model.linear.weight.grad is not None
+
+
 class Lazily(nn.Module):
     def __init__(self) -> None:
         super().__init__()
