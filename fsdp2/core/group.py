@@ -117,6 +117,7 @@ class FSDPParamGroup:
         self._phase = ParamPhase.SHARDED
         self._unsharding: Unsharding | None = None
         self._rests_in_place = False  # sharded parameters are registered, and the unsharded ones have their values
+        self._is_lent_rest = False  # they have them for a graph that may be alive on this rank alone
         self.is_lent = False  # see `WatchedParameters.lend`
         self._storages: tuple[object, ...] = ()
         self._take_sharded()
@@ -223,13 +224,16 @@ class FSDPParamGroup:
         A forward gathers anew even if they are here. On another rank the user's code may have looked at the shards,
         which frees the values, and all ranks must issue the same gathers.
         """
-        if for_backward:
-            self.rest_in_place()
-            if self._registrations.hold_sharded() and not self.is_stale():
-                self._rests_in_place = False
-                self._registrations.register_unsharded()
-                self._enter(ParamPhase.UNSHARDED)
-                return True
+        if for_backward and self._is_lent_rest:
+            # A graph that nobody reads any more may be alive on one rank alone, until Python collects it: all ranks
+            # gather, and the same values come to the memory where they are.
+            self._rests_in_place = False
+            return False
+        if for_backward and self._registrations.hold_sharded() and not self.is_stale():
+            self._rests_in_place = False
+            self._registrations.register_unsharded()
+            self._enter(ParamPhase.UNSHARDED)
+            return True
         self._free_unsharded()
         return False
 
@@ -377,7 +381,7 @@ class FSDPParamGroup:
         self._registrations.register_post_forward()
         self._enter(ParamPhase.SHARDED_POST_FORWARD)
         # A graph whose backward begins at no module output may have saved the unsharded values: they stay for it.
-        self._rests_in_place = self.is_lent and self.is_saved()
+        self._rests_in_place = self._is_lent_rest = self.is_lent and self.is_saved()
         if not self._rests_in_place:
             self._free_unsharded()
 
@@ -392,7 +396,7 @@ class FSDPParamGroup:
             FSDPRuntimeError: the user changed a parameter while it was unsharded.
         """
         if self.is_lent and self.is_saved():  # a graph reads the values: only register the sharded parameters
-            self.rest_in_place()
+            self.rest_in_place(lent=True)
             if self._rests_in_place and self._phase is ParamPhase.SHARDED:
                 return
         if self._phase is ParamPhase.SHARDED:
@@ -436,7 +440,7 @@ class FSDPParamGroup:
         if replaced is not None:
             self._refuse(replaced)
 
-    def rest_in_place(self) -> None:
+    def rest_in_place(self, *, lent: bool = False) -> None:
         """Register the sharded parameters, and leave the unsharded ones their values: a recorded graph reads them.
 
         The next backward finds them there, unless parameters were written since; a reshard frees them, and a forward
@@ -453,7 +457,7 @@ class FSDPParamGroup:
         if self.storage.changed() is None and self._registrations.hold_unsharded():
             self._registrations.register_sharded()
             self._enter(ParamPhase.SHARDED)
-            self._rests_in_place = True
+            self._rests_in_place, self._is_lent_rest = True, lent
 
     def is_in_graph(self) -> bool:
         """Whether an unsharded parameter is a leaf of a graph."""

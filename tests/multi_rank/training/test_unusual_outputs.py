@@ -162,6 +162,24 @@ def test_what_has_no_gradient_does_not_stay(world_size: int) -> None:
 
 
 @multi_rank(2)
+def test_a_hidden_graph_that_lives_on_one_rank_alone(world_size: int) -> None:
+    """As in garbage that Python has not collected yet: all ranks gather the same in the steps that follow."""
+    torch.manual_seed(0)
+    model, plain = Wrapped(wrap=False), Wrapped(wrap=True)
+    plain.load_state_dict(model.state_dict())
+    fully_shard(model, reshard_after_forward=True)
+    first: Any = model(batch(0, 0).requires_grad_())  # so that the graph saves the weight
+    kept = first if dist.get_rank() == 0 else None
+    del first
+    model.wrap = True
+    for step in range(3):
+        differentiate(model, plain, lambda each, rank, step=step: each(batch(step, rank)).y.square().mean())
+        assert_same_gradients(model, plain, f"in step {step}")
+    if kept is not None:
+        kept().sum()
+
+
+@multi_rank(2)
 def test_copies_of_saved_tensors_that_are_written_are_refused_by_name() -> None:
     """An all-gather writes what forward has saved, whose memory was free meanwhile."""
     model = fully_shard(Wrapped(wrap=True))
