@@ -71,7 +71,9 @@ _NOTE = "fsdp2"
 
 @contextmanager
 def tagged(policy: CheckpointPolicy, note: tuple[int, int | None], *, backward: bool = False) -> Iterator[None]:
-    """What is traced inside is saved for backward or recomputed in it, as ``policy`` says, and carries ``note``.
+    """Tag the operators that are traced inside: ``policy`` says whether backward finds or recomputes their results.
+
+    They also carry ``note``, by which later passes over the graph know them.
 
     ``backward``: it belongs to the backward graph, even if some of it depends on no gradient.
     """

@@ -47,7 +47,7 @@ from fsdp2.core.sharding import (
 from fsdp2.core.state import FSDPState, ShardArguments, Strategy, refuse_own_name, state_of
 from fsdp2.core.structure import module_paths, refuse_container
 from fsdp2.core.trees import refuse_unknown_arguments
-from fsdp2.errors import FSDPTypeError, FSDPValueError
+from fsdp2.errors import FSDPNotImplementedError, FSDPTypeError, FSDPValueError
 from fsdp2.plugs.parameters.tensor_extensions import check_extension
 from fsdp2.plugs.states.whole_states import take_rows
 
@@ -198,7 +198,7 @@ def fully_shard(
     for sharded in modules:
         _refuse_own_names(sharded)
     found = _find_parameters(modules, managed, ignored)
-    _refuse_lazy(found, modules[0])
+    _refuse_unsuitable(found, modules[0])
     # Parameters that other calls have sharded or replaced have an attribute of ours. Without any attributes there are
     # no tied weights, and the search for them can be left out.
     is_fresh = not ignored and not any([parameter.__dict__ for parameter in found])
@@ -248,8 +248,14 @@ def _mesh_info(
     return info_for(strategy, reshard_after_forward, shard_placement_fn, without_strategy)
 
 
-def _refuse_lazy(found: dict[nn.Parameter, list[Use]], module: nn.Module) -> None:
+def _refuse_unsuitable(found: dict[nn.Parameter, list[Use]], module: nn.Module) -> None:
     for parameter, uses in found.items():
+        if any(isinstance(use[0], torch.jit.ScriptModule) for use in uses):
+            raise FSDPNotImplementedError(
+                f"parameter '{uses[0][2]}' of {type(module).__name__} belongs to a torch.jit.ScriptModule, whose "
+                "parameters cannot be replaced: shard the module that was scripted, or pass its parameters as "
+                "ignored_params."
+            )
         if is_lazy(parameter):
             raise FSDPValueError(
                 f"parameter '{uses[0][2]}' of {type(module).__name__} is not initialized: run a forward of the lazy "

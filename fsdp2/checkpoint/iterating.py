@@ -174,7 +174,7 @@ def _bytes_of(held: Held, itemsize: int, rank: int | None) -> int:
 def _arrived(
     batch: Sequence[tuple[str, Held]], dtype: torch.dtype | None, rank: int | None
 ) -> dict[Held, torch.Tensor]:
-    """What is whole over data parallelism: one exchange for each mesh. Empty on ranks that get nothing."""
+    """Gather a batch over its data-parallel meshes, in one exchange for each. Empty on ranks that get nothing."""
     by_mesh: dict[Any, list[tuple[Held, FSDPParam]]] = {}
     for _, held in batch:
         if held.param is not None:

@@ -38,15 +38,15 @@ class Item(io.RawIOBase):
         self._file, self._start, self.nbytes, self._at = file, info.offset, info.length, 0
 
     def readable(self) -> bool:
-        """It is."""
+        """Whether it can be read: always."""
         return True
 
     def seekable(self) -> bool:
-        """It is."""
+        """Whether `seek` works: always."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """As of any file."""
+        """Move to ``offset`` bytes from the beginning, the present place or the end of the item."""
         at = (0, self._at, self.nbytes)[whence] + offset
         if at < 0:
             raise OSError("before the beginning")
@@ -54,7 +54,7 @@ class Item(io.RawIOBase):
         return at
 
     def readinto(self, buffer: Any) -> int:
-        """As of any file."""
+        """Fill ``buffer`` from the present place, up to the end of the item. Returns the number of bytes."""
         view = memoryview(buffer).cast("B")
         self._file.seek(self._start + self._at)
         found = self._file.readinto(view[: max(0, self.nbytes - self._at)])  # type: ignore[attr-defined]

@@ -392,7 +392,7 @@ def export(
 def _contents(
     found: Iterable[tuple[str, Offered]], dtype: torch.dtype | None, rename: Callable[[str], str] | None
 ) -> dict[str, Offered]:
-    """What is to be written, by the names in the files, in the order in which it was ``found``.
+    """The values to write, by their names in the files, in the order in which they were ``found``.
 
     Raises:
         FSDPValueError: two names are one.

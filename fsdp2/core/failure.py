@@ -4,7 +4,7 @@
 what was left                        the next forward, or whatever else comes first, finds
 ===================================  ==================================================================================
 a forward                            parameters where they rest after a forward, as on ranks where none came; gradients
-                                     of earlier microbatches stay, or go with ``set_on_error``
+                                     of earlier microbatches stay, or go (`set_recovery`)
 a backward, or a wait for exchanges  all sharded, nothing in flight, no gradient of this iteration; with a warning, if
                                      earlier microbatches had added gradients up without communication
 a step that all ranks leave          as after a backward, in all roots; the learned orders are forgotten too, as other
@@ -113,7 +113,8 @@ def reset(root: FSDPRoot, *, warns: bool = False, of_all_roots: bool = False) ->
     lost = [group.name for group in root.groups if group.abandon()]
     for state in root.states:
         state.drop_iteration()
-    root.schedule.abandon()
+    for schedule in {root.learned, root.schedule}:  # ranks that join others follow another than the learned one
+        schedule.abandon()
     root.next_iteration()
     if lost and warns:
         warnings.warn(

@@ -219,22 +219,20 @@ class FSDPParamGroup:
         return True
 
     def _takes_up_in_place(self, for_backward: bool) -> bool:
-        """Register the values that `rest_in_place` has left, if a backward may use them; else free them.
+        """Register the values that `rest_in_place` has left, if a backward may use them on all ranks alike.
 
         A forward gathers anew even if they are here. On another rank the user's code may have looked at the shards,
         which frees the values, and all ranks must issue the same gathers.
         """
-        if for_backward and self._is_lent_rest:
-            # A graph that nobody reads any more may be alive on one rank alone, until Python collects it: all ranks
-            # gather, and the same values come to the memory where they are.
-            self._rests_in_place = False
-            return False
-        if for_backward and self._registrations.hold_sharded() and not self.is_stale():
+        # A graph that nobody reads any more may be alive on one rank alone, until Python collects it. So where values
+        # were left for a graph of a lent module all ranks gather: the same values come to the memory that they are in.
+        is_alike = for_backward and not self._is_lent_rest
+        if is_alike and self._registrations.hold_sharded() and not self.is_stale():
             self._rests_in_place = False
             self._registrations.register_unsharded()
             self._enter(ParamPhase.UNSHARDED)
             return True
-        self._free_unsharded()
+        self._free_unsharded(keeps_memory=self._is_lent_rest)
         return False
 
     def _is_as_gathered(self) -> bool:
@@ -477,14 +475,15 @@ class FSDPParamGroup:
         if self._rests_in_place and not (self.is_lent and self.is_saved()):
             self._free_unsharded()
 
-    def _free_unsharded(self) -> None:
+    def _free_unsharded(self, *, keeps_memory: bool = False) -> None:
         self._rests_in_place = False
         if self.storage.gathers_nothing:
             return
         # The all-gather stream, which owns the memory, may reuse it right after it is freed.
         if self.comm is not None and self.comm.device.has_streams:
             self.comm.gathers_follow_readers()
-        self.storage.free()
+        if not keeps_memory:
+            self.storage.free()
 
     def _refuse(self, replaced: FSDPParam) -> None:
         self.is_prepared = False  # the unsharded parameters are laid out anew

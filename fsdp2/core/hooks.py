@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -91,7 +92,7 @@ class ModuleHooks:
         quiesce, adopt = StateDictHook(state, adopts=False), StateDictHook(state, adopts=True)
         self.hooks = (quiesce, adopt)
         for module in managed:
-            if module._parameters:
+            if module._parameters and not isinstance(module, torch.jit.ScriptModule):  # it has no parameter of ours
                 self.handles.append(module.register_state_dict_pre_hook(quiesce))
                 self.handles.append(module.register_load_state_dict_pre_hook(quiesce))
                 self.handles.append(module.register_load_state_dict_pre_hook(take_rows))

@@ -482,7 +482,7 @@ class FSDPState:
         if torch.compiler.is_dynamo_compiling():
             return self.graph_hooks.pre_forward(module, args, kwargs)  # type: ignore[no-any-return]
         self._dispatch_modes = modes = _torch.count_dispatch_modes()
-        if modes and _torch.clones_saved_tensors():
+        if modes and torch.is_grad_enabled() and _torch.clones_saved_tensors():
             raise FSDPNotImplementedError(
                 f"{self.class_name} is sharded, and runs inside of torch.autograd.graph."
                 "allow_mutation_on_saved_tensors(): that copies what forward has saved before it is written, and each "

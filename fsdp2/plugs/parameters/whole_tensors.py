@@ -35,7 +35,7 @@ class Part(NamedTuple):
     partition: Partition
 
     def room(self, world_size: int) -> int:
-        """How many elements every rank sends: as many as the first, which has most, or as the owner of an owned one."""
+        """How many elements every rank sends: as many as the first rank has, or the owner of an owned tensor."""
         partition = self.partition
         return partition.outer * partition.rows(world_size) * partition.row_numel
 
@@ -45,7 +45,7 @@ class Part(NamedTuple):
         return self.partition.owner is not None and nbytes >= DIRECT_THRESHOLD_BYTES
 
     def arrives_in_place(self, world_size: int, itemsize: int) -> bool:
-        """Whether it is worth a transfer of its own, and what the ranks send is, one after the other, the whole."""
+        """Whether it is large, and the ranks' shards, one after the other, are the full tensor in memory."""
         partition = self.partition
         return (
             partition.numel * itemsize >= DIRECT_THRESHOLD_BYTES
@@ -65,10 +65,10 @@ def whole_tensors(
 
     Args:
         parts: one for each tensor.
-        mesh: over which they are cut.
-        device: where the results are to be; by default where their parts are.
-        only: the place of the only one of these ranks that gets them. The others get an empty list, and allocate
-            nothing but what they send.
+        mesh: the mesh that they are sharded over.
+        device: the device of the results; by default the device of each part.
+        only: only this one of these ranks gets them. The others get an empty list, and allocate nothing but what they
+            send, and large tensors that one rank owns, which are broadcast.
     """
     if mesh.shard_size == 1:
         return [_alone(part).to(device or part.local.device, copy=True) for part in parts]
@@ -110,7 +110,7 @@ def _from_owner(part: Part, mesh: DataParallelMesh) -> torch.Tensor:
     whole, owner = _empty(part, mesh.device), part.partition.owner
     if mesh.shard_rank == owner:
         whole.copy_(part.local.view(whole.shape))
-    flat = in_memory_order(whole, part.partition).reshape(-1)
+    flat = in_memory_order(whole, part.partition).view(-1)
     dist.broadcast(on_the_wire(flat), group=mesh.shard_group, group_src=owner)
     return whole
 

@@ -504,8 +504,8 @@ def _around_copy_out(seen: Observation, group: FSDPParamGroup, call: Callable[..
         seen.listener.hold(name, *bytes_held(group), device)
 
 
-def _around_free(seen: Observation, group: FSDPParamGroup, call: Callable[[], None]) -> None:
-    call()
+def _around_free(seen: Observation, group: FSDPParamGroup, call: Callable[..., None], **kwargs: bool) -> None:
+    call(**kwargs)
     if group.comm is not None:
         seen.listener.hold(seen.name_of(group), *bytes_held(group), group.comm.device)
 

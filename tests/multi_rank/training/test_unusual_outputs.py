@@ -195,6 +195,8 @@ def test_copies_of_saved_tensors_that_are_written_are_refused_by_name() -> None:
         pytest.raises(FSDPNotImplementedError, match=r"Wrapped is sharded.*Run the sharded module outside of it"),
     ):
         model(batch(0, 0))
+    with torch.autograd.graph.allow_mutation_on_saved_tensors(), torch.no_grad():
+        model(batch(0, 0))  # saves nothing
     output: Any = model(batch(0, 0))
     with torch.autograd.graph.allow_mutation_on_saved_tensors():
         changed = output.y.exp()
